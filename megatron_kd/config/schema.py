@@ -8,27 +8,17 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_kd.config.fields import not_negative, positive
+from megatron_kd.config.targets import CacheConfig, StreamConfig
+from megatron_kd.config.training import DataConfig, TrainConfig
 from megatron_kd.errors import ConfigError, rule
 from megatron_kd.layout import ParallelLayout
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "total_variation"]
 Placement = Literal["colocated", "streamed", "cached"]
 
-
-def _positive(owner: object, *names: str) -> None:
-    """ConfigError where a number that is given is not above zero."""
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None and value <= 0:
-            raise ConfigError(rule(f"{type(owner).__name__}.{name}", value, "must be above 0", "Give a positive number"))
-
-
-def _not_negative(owner: object, *names: str) -> None:
-    """ConfigError where a number that is given is below zero."""
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None and value < 0:
-            raise ConfigError(rule(f"{type(owner).__name__}.{name}", value, "must not be negative", "Give 0 or more"))
+__all__ = ["CacheConfig", "DataConfig", "HiddenTermConfig", "LayoutConfig", "LoraConfig", "LossConfig", "PruneConfig", "Recipe", "StreamConfig", "StudentConfig",
+           "TeacherConfig", "TrainConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +56,7 @@ class LayoutConfig:
         return world
 
     def __post_init__(self):
-        _positive(self, "tp", "pp", "cp", "ep", "etp", "vpp")
+        positive(self, "tp", "pp", "cp", "ep", "etp", "vpp")
         self.for_world(self.min_world)
 
 
@@ -88,7 +78,7 @@ class PruneConfig:
             raise ConfigError(rule("PruneConfig.num_layers", self.num_layers, "keep_layers is given too", "Leave one of the two out"))
         if self.keep_layers is not None and (not self.keep_layers or sorted(set(self.keep_layers)) != list(self.keep_layers) or self.keep_layers[0] < 0):
             raise ConfigError(rule("PruneConfig.keep_layers", list(self.keep_layers), "must be ascending layer indices without repeats", "Sort them"))
-        _positive(self, "num_layers", "num_experts")
+        positive(self, "num_layers", "num_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +95,7 @@ class LoraConfig:
     """Megatron names of the linear layers that get an adapter."""
 
     def __post_init__(self):
-        _positive(self, "rank", "alpha")
+        positive(self, "rank", "alpha")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +147,7 @@ class TeacherConfig:
     """Colocated at pp > 1: micro-batches that its forward-only schedule runs before the student's; memory: H_t x 2 bytes a held row."""
 
     def __post_init__(self):
-        _positive(self, "world_size", "context_length", "microbatches_ahead")
+        positive(self, "world_size", "context_length", "microbatches_ahead")
         if self.placement == "colocated" and self.layout is not None:
             raise ConfigError(rule("teacher.layout", self.layout, "a colocated teacher shares the student's ranks and layout",
                                    "Remove teacher.layout, or set teacher.placement=streamed"))
@@ -173,7 +163,7 @@ class HiddenTermConfig:
     """Factor in the loss. A projection is learned where the widths differ."""
 
     def __post_init__(self):
-        _positive(self, "weight")
+        positive(self, "weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,8 +206,8 @@ class LossConfig:
     """NaN or infinity in teacher rows: end the run naming replica, step and row count, or leave those rows out and count them."""
 
     def __post_init__(self):
-        _positive(self, "temperature", "window_rows", "schedule_iters")
-        _not_negative(self, "kd_weight", "ce_weight", "kd_weight_end", "ce_weight_end")
+        positive(self, "temperature", "window_rows", "schedule_iters")
+        not_negative(self, "kd_weight", "ce_weight", "kd_weight_end", "ce_weight_end")
         for name in ("beta", "skew"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(rule(f"loss.{name}", getattr(self, name), "must be between 0 and 1", "See docs/loss.md for its meaning"))
@@ -231,186 +221,6 @@ class LossConfig:
         moved = {"constant": 0.0, "linear": share, "cosine": 0.5 - 0.5 * math.cos(math.pi * share)}[self.schedule]
         ends = (self.kd_weight if self.kd_weight_end is None else self.kd_weight_end, self.ce_weight if self.ce_weight_end is None else self.ce_weight_end)
         return self.kd_weight + moved * (ends[0] - self.kd_weight), self.ce_weight + moved * (ends[1] - self.ce_weight)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """What the student reads."""
-
-    kind: Literal["text", "gpt", "sft", "mock"] = "mock"
-    """text: raw text, preprocessed once to Megatron's indexed format; gpt: such files already made; sft: packed prompt/answer JSONL;
-    mock: random ids."""
-    seq_length: int = 2048
-    """Tokens a sequence; with sequence parallelism a multiple of tp."""
-    text: str | None = None
-    """kind text: a .txt or .jsonl file, a folder of them, or `python:MODULE.ATTRIBUTE` for a dict of documents that Python carries."""
-    text_key: str = "text"
-    """Field of a JSONL record that holds the text."""
-    held_out: float = 0.1
-    """kind text: share of whole documents kept out of training for evaluation."""
-    paths: list[str] | None = None
-    """kind gpt: prefixes of .bin/.idx pairs, optionally with weights before them as in Megatron (`0.3 a 0.7 b`)."""
-    split: str = "969,30,1"
-    """kind gpt: shares of train, validation and test."""
-    sft_dir: str | None = None
-    """kind sft: folder with training.jsonl and validation.jsonl."""
-    packed: bool = False
-    """kind sft: pack sequences (THD)."""
-    cache_dir: str | None = None
-    """Prepared files; None: `output_dir`/data."""
-    num_workers: int = 0
-    """Loader processes a rank."""
-    max_documents: int | None = None
-    """kind text: read only this many documents."""
-
-    def __post_init__(self):
-        _positive(self, "seq_length", "max_documents")
-        _not_negative(self, "num_workers")
-        if not 0.0 < self.held_out < 1.0:
-            raise ConfigError(rule("data.held_out", self.held_out, "must be between 0 and 1", "0.1 keeps one document in ten for evaluation"))
-        for kind, name in (("text", "text"), ("gpt", "paths"), ("sft", "sft_dir")):
-            if self.kind == kind and not getattr(self, name):
-                raise ConfigError(rule(f"data.{name}", getattr(self, name), f"data.kind={kind} needs it", f"Set data.{name}"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """Optimisation, evaluation, checkpoints, logs."""
-
-    iters: int
-    """Training steps."""
-    global_batch: int = 1
-    """Sequences a step over all data-parallel ranks."""
-    micro_batch: int = 1
-    """Sequences of one forward pass on one rank."""
-    lr: float = 1e-4
-    """Peak learning rate."""
-    min_lr: float = 0.0
-    """Learning rate at the end of the decay."""
-    lr_decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay after warm-up."""
-    warmup_iters: int = 0
-    """Steps of linear warm-up."""
-    weight_decay: float = 0.1
-    """AdamW's decoupled decay."""
-    adam_beta1: float = 0.9
-    """First moment."""
-    adam_beta2: float = 0.95
-    """Second moment."""
-    clip_grad: float = 1.0
-    """Global gradient norm limit; 0 switches it off."""
-    seed: int = 1234
-    """Data order and initialisation."""
-    eval_interval: int | None = None
-    """Steps between evaluations; None: only before and after."""
-    eval_iters: int = 0
-    """Global batches of an evaluation; 0: no evaluation."""
-    log_interval: int = 1
-    """Steps between log lines."""
-    save_interval: int | None = None
-    """Steps between checkpoints; None: none but the last."""
-    save: bool = True
-    """Write checkpoints under `output_dir`/checkpoints."""
-    resume: bool = True
-    """Continue from the newest checkpoint there, if there is one."""
-    calculate_per_token_loss: bool = True
-    """One global denominator over all micro-batches; False divides each micro-batch by its own count, as Megatron defines it."""
-    distributed_optimizer: bool = False
-    """Shard optimizer state over data parallelism."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients while backward runs."""
-    overlap_param_gather: bool = False
-    """Gather updated parameters while forward runs; needs distributed_optimizer."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recompute of the student."""
-    rampup_batch: list[int] | None = None
-    """[start, increment, samples]: Megatron's batch size ramp-up."""
-    tensorboard: bool = True
-    """Write TensorBoard events under `output_dir`/tensorboard."""
-    wandb_project: str | None = None
-    """Weights & Biases project; None: off."""
-    mlflow_experiment: str | None = None
-    """MLflow experiment; None: off."""
-    threads_per_rank: int | None = None
-    """device cpu: torch threads of a rank; None: cores / ranks, at least 1."""
-
-    def __post_init__(self):
-        _positive(self, "iters", "global_batch", "micro_batch", "lr", "eval_interval", "save_interval", "log_interval", "threads_per_rank")
-        _not_negative(self, "min_lr", "warmup_iters", "weight_decay", "clip_grad", "eval_iters")
-        if self.overlap_param_gather and not self.distributed_optimizer:
-            raise ConfigError(rule("train.overlap_param_gather", True, "needs the distributed optimizer", "Set train.distributed_optimizer=true"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamConfig:
-    """The way between teacher replicas and the student (teacher.placement: streamed)."""
-
-    rendezvous: str = "127.0.0.1:29790"
-    """host:port where the student's rank 0 listens and replicas join."""
-    bind: str = "127.0.0.1"
-    """Address that this process's own listener binds; never 0.0.0.0 unless written here."""
-    replicas: int = 1
-    """Teacher replicas that must have joined before the first step."""
-    ring_depth: int = 2
-    """Slots of each ring; 2 is the least that overlaps. Memory a slot: rows of a micro-batch x H_t x 2 bytes / tp."""
-    transport: Literal["nixl", "loopback"] = "nixl"
-    """NIXL (UCX); loopback joins threads of one process, for tests."""
-    deadline_s: float = 120.0
-    """Longest wait for the rows of one micro-batch."""
-    join_deadline_s: float = 600.0
-    """Longest wait for the first replicas."""
-    heartbeat_s: float = 2.0
-    """Interval of heartbeats; three missed ones mean lost."""
-    on_teacher_loss: Literal["fail", "reroute", "ce_only"] = "fail"
-    """End the run, ask another replica again, or train that step on CE alone (agreed by all ranks, counted)."""
-    token_file: str | None = None
-    """File with the shared secret of the channel; None: the environment variable MEGATRON_KD_TOKEN, or a fresh one that `megatron-kd run` makes."""
-    checksum: Literal["auto", "on", "off"] = "auto"
-    """xxh3 over the rows; auto: on for host memory, off for GPU memory."""
-    rows: Literal["bf16", "fp32", "fp8"] = "bf16"
-    """Row format on the wire: fp32 for an fp32 teacher on the CPU, fp8 has a scale a row."""
-    merge_requests: bool = False
-    """Let a replica compute several requests in one forward; off keeps runs bitwise equal to colocated ones."""
-    head: Literal["checkpoint", "wire"] = "checkpoint"
-    """Where the student takes its shard of the teacher's head from."""
-
-    def __post_init__(self):
-        _positive(self, "replicas", "deadline_s", "join_deadline_s", "heartbeat_s")
-        if self.ring_depth < 2:
-            raise ConfigError(rule("stream.ring_depth", self.ring_depth, "must be at least 2", "2 is the least that overlaps teacher and student"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
-    """The teacher's stored targets (teacher.placement: cached; `megatron-kd cache ...`)."""
-
-    location: str | None = None
-    """Folder or fsspec URL (s3://bucket/prefix); None: `output_dir`/cache."""
-    payload: Literal["topk", "hidden"] = "topk"
-    """Top-K log-probabilities with tail mass, or hidden rows."""
-    k: int = 100
-    """Kept tokens of a row."""
-    selection: Literal["top", "sampled"] = "top"
-    """The K largest, or K drawn by importance sampling (unbiased)."""
-    log_probs: Literal["bf16", "fp32"] = "bf16"
-    """Precision of stored log-probabilities; ids and tail mass are exact."""
-    hidden_rows: Literal["bf16", "fp32", "fp8"] = "bf16"
-    """Precision of stored hidden rows."""
-    temperature: float = 1.0
-    """Divides the teacher's logits before the top-K log-probabilities are stored."""
-    on_miss: Literal["fail", "build", "ce_only"] = "fail"
-    """A segment that is not stored: end the run, run the teacher for it, or train its rows on CE alone."""
-    readers: int = 2
-    """Reader threads a rank."""
-    prefetch: int = 4
-    """Micro-batches read ahead."""
-    shard_bytes: int = 256 * 2**20
-    """Target size of one shard file."""
-    max_sequences: int | None = None
-    """Build: stop after this many sequences; None: all that the recipe trains and evaluates on."""
-
-    def __post_init__(self):
-        _positive(self, "k", "temperature", "readers", "prefetch", "shard_bytes", "max_sequences")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
