@@ -71,7 +71,9 @@ class PruneConfig:
     num_experts: int | None = None
     """Experts that stay in each MoE layer; None keeps all."""
     keep_experts: str | None = None
-    """JSON file {layer: [expert, ...]} (router statistics); None with `num_experts`: the first ones by router weight norm."""
+    """JSON file {layer: [expert, ...]}: which experts stay."""
+    router_statistics: str | None = None
+    """JSON file {layer: {"mass": [gate probability summed, one an expert]}}: the `num_experts` heaviest stay."""
 
     def __post_init__(self):
         if self.keep_layers is not None and self.num_layers is not None:
