@@ -1,0 +1,174 @@
+"""The writing side: a checkpoint directory that appears whole or not at all, streamed tensor by tensor.
+
+Shards go into a hidden sibling of the target; the finished directory is renamed into place, so a failure at any byte leaves
+the target as it was. A shard's header is reserved up front and filled in at its end (safetensors allows trailing blanks), so
+no tensor waits in memory. Called by head, prune, text and export on one process.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron_kd.convert.hf_index import DTYPES, INDEX_NAME
+from megatron_kd.errors import ConvertError, rule
+
+HEADER_BYTES = 1 << 16
+"""Reserved for a shard's JSON header, its 8-byte length included; a shard whose names need more is closed and the next begun."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Progress = Callable[[int, str], None]
+"""Called with the bytes of the tensor just finished and its name."""
+
+
+class CheckpointWriter:
+    """`with CheckpointWriter(target) as w: w.add(name, tensor); w.add_text("config.json", text)`.
+
+    Errors: ConvertError where the target exists (without `overwrite`), the disk is full, or a name comes twice.
+    """
+
+    def __init__(self, target: str | os.PathLike, *, stem: str = "model", max_shard_bytes: int = 5 << 30, expected_bytes: int | None = None,
+                 overwrite: bool = False, progress: Progress | None = None):
+        self.target = Path(target).absolute()
+        self._stem, self._max_shard_bytes, self._overwrite, self._progress = stem, max_shard_bytes, overwrite, progress
+        if self.target.exists() and not overwrite and (not self.target.is_dir() or any(self.target.iterdir())):
+            raise ConvertError(rule("target", str(self.target), "exists and is not an empty directory", "Choose another, remove it, or pass --overwrite"))
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.target.parent).free
+        if expected_bytes is not None and expected_bytes > free:
+            raise ConvertError(rule("disk space", f"{free / 2**30:.2f} GiB free in {self.target.parent}", f"needs {expected_bytes / 2**30:.2f} GiB",
+                                    "Free space or choose another target; nothing was written"))
+        self._dir: Path | None = None
+        self._file = None
+        self._entries: dict[str, dict] = {}
+        self._entry_bytes = 0
+        self._shards: list[dict[str, dict]] = []
+        self._seen: set[str] = set()
+
+    def __enter__(self) -> "CheckpointWriter":
+        prefix = f".{self.target.name}.partial-{socket.gethostname()}-"
+        _remove_abandoned(self.target.parent, prefix)
+        self._dir = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=self.target.parent))
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        except OSError as e:
+            raise self._translate(e) from e
+        finally:
+            if self._file is not None:
+                with contextlib.suppress(OSError):  # closing flushes, and a full disk fails once more
+                    self._file.close()
+            shutil.rmtree(self._dir, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise self._translate(error) from error
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append one tensor; its bytes are on their way to disk when this returns."""
+        if name in self._seen:
+            raise ConvertError(rule("tensor", name, "was already written", "This is a fault of the converter: report it with the command"))
+        self._seen.add(name)
+        tensor = tensor.detach().cpu().contiguous()
+        num_bytes = tensor.numel() * tensor.element_size()
+        entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        entry_bytes = len(json.dumps({name: entry})) + 64
+        full = self._file is not None and self._file.tell() - HEADER_BYTES + num_bytes > self._max_shard_bytes and self._entries
+        if full or 8 + self._entry_bytes + entry_bytes > HEADER_BYTES:
+            self._end_shard()
+        if self._file is None:
+            self._file = open(self._dir / f"shard-{len(self._shards):05d}", "wb")
+            self._file.seek(HEADER_BYTES)
+        start = self._file.tell() - HEADER_BYTES
+        if num_bytes:
+            self._file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        entry["data_offsets"] = [start, start + num_bytes]
+        self._entries[name] = entry
+        self._entry_bytes += entry_bytes
+        if self._progress is not None:
+            self._progress(num_bytes, name)
+
+    def add_text(self, name: str, text: str) -> None:
+        """Write a small file beside the weights."""
+        (self._dir / name).write_text(text, encoding="utf-8")
+
+    def add_json(self, name: str, value: dict) -> None:
+        """Write a small JSON file beside the weights."""
+        self.add_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+    def copy_companions(self, source: Path) -> None:
+        """Copy what a checkpoint has beside weights, index and config: tokenizer, chat template, generation config, licence, code."""
+        for file in sorted(Path(source).iterdir()):
+            weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(".index.json")
+            if file.is_file() and not weights and file.name != "config.json" and not (self._dir / file.name).exists():
+                shutil.copyfile(file, self._dir / file.name)
+
+    def _end_shard(self) -> None:
+        if self._file is None:
+            return
+        header = json.dumps({"__metadata__": {"format": "pt"}, **self._entries}, separators=(",", ":")).encode()
+        assert len(header) <= HEADER_BYTES - 8, "the reserve for a shard's header was miscounted"
+        self._file.seek(0)
+        self._file.write(struct.pack("<Q", HEADER_BYTES - 8) + header.ljust(HEADER_BYTES - 8))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+        self._shards.append(self._entries)
+        self._entries, self._entry_bytes = {}, 0
+
+    def _finish(self) -> None:
+        self._end_shard()
+        count = len(self._shards)
+        names = [f"{self._stem}.safetensors"] if count == 1 else [f"{self._stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        for i, name in enumerate(names):
+            os.rename(self._dir / f"shard-{i:05d}", self._dir / name)
+        if count > 1:
+            weight_map = {tensor: names[i] for i, entries in enumerate(self._shards) for tensor in entries}
+            total = sum(entries[t]["data_offsets"][1] - entries[t]["data_offsets"][0] for entries in self._shards for t in entries)
+            self.add_json(INDEX_NAME.replace("model", self._stem, 1), {"metadata": {"total_size": total}, "weight_map": weight_map})
+        os.chmod(self._dir, 0o755)
+        aside = None
+        if self.target.exists() and self._overwrite:
+            aside = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.replaced-", dir=self.target.parent)) / "old"
+            os.rename(self.target, aside)
+        try:
+            os.rename(self._dir, self.target)
+        except OSError:
+            if aside is not None:
+                os.rename(aside, self.target)
+            raise
+        if aside is not None:
+            shutil.rmtree(aside.parent)
+
+    def _translate(self, error: OSError) -> ConvertError:
+        why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
+        return ConvertError(rule("target", str(self.target), f"could not be written: {why}; the target is as it was before",
+                                 "Free space or choose another target, then run the same command again"))
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """Partial directories of dead processes of this host."""
+    for partial in parent.glob(f"{prefix}*"):
+        pid = partial.name.removeprefix(prefix).split("-")[0]
+        if pid.isdigit() and not _is_alive(int(pid)):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
