@@ -62,10 +62,10 @@ def make_plan(checkpoint: Checkpoint, spec: PruneConfig) -> PrunePlan:
 
 
 def even_layers(num_layers: int, keep: int, period: int = 1) -> tuple[int, ...]:
-    """`keep` of `num_layers` layers, evenly spaced, first and last included; whole groups of `period` layers where that divides both."""
+    """`keep` of `num_layers` layers, evenly spaced, first and last included; whole groups of `period` layers where at least two fit."""
     if not 1 <= keep <= num_layers:
         raise ConvertError(rule("prune.num_layers", keep, f"must be between 1 and the model's {num_layers} layers", "Choose fewer"))
-    if keep % period or num_layers % period:
+    if keep % period or num_layers % period or keep == period:
         period = 1
     groups, wanted = num_layers // period, keep // period
     chosen = [0] if wanted == 1 else [round(i * (groups - 1) / (wanted - 1)) for i in range(wanted)]
