@@ -1,0 +1,182 @@
+"""Every collective of the loss. No autograd, no arithmetic on logits.
+
+Called by the window passes (loss/passes.py, loss/topk.py). `group=None` means one vocabulary shard: then nothing is sent.
+All functions run the same collectives in the same order on every rank of the group, whatever rows it holds: what is sent
+follows from the WindowPlan alone. Letters: R rows of a window, H hidden width, t ranks of the group.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_kd.loss.window import WindowPlan
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Number of vocabulary shards."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """This rank's shard index."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+class StatsGather:
+    """All-gather of one window's per-shard statistics [R, S] into [t, R, S]; `start`, then `result`."""
+
+    def __init__(self, group: dist.ProcessGroup | None, max_rows: int, num_columns: int, like: torch.Tensor, dtype: torch.dtype):
+        self._group, self._size = group, group_size(group)
+        self._local = torch.empty(max_rows * num_columns, dtype=dtype, device=like.device)
+        self._all = self._local if self._size == 1 else torch.empty(self._size * max_rows * num_columns, dtype=dtype, device=like.device)
+        self._num_columns, self._num_rows, self._work = num_columns, 0, None
+
+    def local(self, num_rows: int) -> torch.Tensor:
+        """The [num_rows, S] tensor to write this shard's statistics into."""
+        self._num_rows = num_rows
+        return self._local[:num_rows * self._num_columns].view(num_rows, self._num_columns)
+
+    def start(self) -> None:
+        """Send what `local` gave."""
+        if self._size > 1:
+            count = self._num_rows * self._num_columns
+            self._work = dist.all_gather_into_tensor(self._all[:self._size * count], self._local[:count], group=self._group, async_op=True)
+
+    def result(self) -> torch.Tensor:
+        """[t, num_rows, S], complete on the current stream."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._all[:self._size * self._num_rows * self._num_columns].view(self._size, self._num_rows, self._num_columns)
+
+
+def sum_over_shards(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """In-place sum of a contiguous tensor over the vocabulary shards."""
+    if group_size(group) > 1:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+class Rows(Protocol):
+    """Where a window's student rows come from and where its dX goes."""
+
+    dx: torch.Tensor | None
+    """The finished gradient of the student rows that this rank passed in; None where none is wanted."""
+
+    def student(self, window: int, out_RH: torch.Tensor | None) -> torch.Tensor:
+        """[R, H] rows of `window`; written to out_RH where they have to be assembled."""
+
+    def dx_target(self, window: int) -> torch.Tensor:
+        """[R, H] tensor for this shard's partial dX of `window`."""
+
+    def send_dx(self, window: int) -> None:
+        """Start summing that dX over the shards."""
+
+    def finish(self) -> None:
+        """Wait for everything sent."""
+
+
+class PlainRows:
+    """Every rank holds all rows. dX is summed by all-reduce while the next window computes, or left partial (dx_reduce "none")."""
+
+    def __init__(self, plan: WindowPlan, student_NH: torch.Tensor, group: dist.ProcessGroup | None, want_dx: bool, reduce_dx: bool):
+        self._plan, self._student, self._group = plan, student_NH, group
+        self._reduce = reduce_dx and group_size(group) > 1
+        self.dx = torch.empty_like(student_NH, memory_format=torch.contiguous_format) if want_dx else None
+        self._works = []
+
+    def student(self, window: int, out_RH: torch.Tensor | None) -> torch.Tensor:
+        """A view."""
+        start, end = self._plan.bounds(window)
+        return self._student[start:end]
+
+    def dx_target(self, window: int) -> torch.Tensor:
+        """A view of dx."""
+        start, end = self._plan.bounds(window)
+        return self.dx[start:end]
+
+    def send_dx(self, window: int) -> None:
+        """All-reduce in place."""
+        if self._reduce:
+            self._works.append(dist.all_reduce(self.dx_target(window), group=self._group, async_op=True))
+
+    def finish(self) -> None:
+        """Wait for the all-reduces."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
+class SequenceParallelRows:
+    """Each rank holds its own rows: a window's are all-gathered ahead of time, its dX is reduce-scattered behind.
+
+    Both run while a neighbouring window computes. Two chunks of each are held: [t * chunk_rows, H] received and sent.
+    """
+
+    def __init__(self, plan: WindowPlan, student_NH: torch.Tensor, group: dist.ProcessGroup, want_dx: bool):
+        self._plan, self._student, self._group = plan, student_NH, group
+        self._size, self._rank, self._chunk = group_size(group), group_rank(group), plan.chunk_rows
+        width = student_NH.shape[1]
+        chunks = (self._size * self._chunk, width)
+        self._own = [student_NH.new_zeros(self._chunk, width) for _ in range(2)]
+        self._received = [student_NH.new_empty(chunks) for _ in range(2)]
+        self._gathers = [None, None]
+        self.dx = torch.empty_like(student_NH, memory_format=torch.contiguous_format) if want_dx else None
+        if want_dx:
+            self._partial = student_NH.new_empty(max(plan.max_rows, 1), width)
+            self._sent = [student_NH.new_zeros(chunks) for _ in range(2)]
+            self._summed = [student_NH.new_empty(self._chunk, width) for _ in range(2)]
+            self._scatters = [None, None]
+        if plan.num_windows:
+            self._start_gather(0)
+
+    def student(self, window: int, out_RH: torch.Tensor | None) -> torch.Tensor:
+        """Packs the received chunks into out_RH; starts the next window's all-gather first."""
+        if window + 1 < self._plan.num_windows:
+            self._start_gather(window + 1)
+        slot = window % 2
+        self._gathers[slot].wait()
+        torch.cat([piece for _, piece in self._split(self._received[slot], window)], out=out_RH)
+        return out_RH
+
+    def dx_target(self, window: int) -> torch.Tensor:
+        """A buffer, unpacked by send_dx."""
+        start, end = self._plan.bounds(window)
+        return self._partial[:end - start]
+
+    def send_dx(self, window: int) -> None:
+        """Reduce-scatter; the result lands in dx when the slot is needed again or at finish."""
+        slot = window % 2
+        self._land(slot)
+        start = 0
+        for rows, piece in self._split(self._sent[slot], window):
+            piece.copy_(self._partial[start:start + rows])
+            start += rows
+        work = dist.reduce_scatter_tensor(self._summed[slot], self._sent[slot], group=self._group, async_op=True)
+        self._scatters[slot] = (work, window)
+
+    def finish(self) -> None:
+        """Wait for and place what is still on its way."""
+        if self.dx is not None:
+            self._land(0)
+            self._land(1)
+
+    def _land(self, slot: int) -> None:
+        if self._scatters[slot] is not None:
+            work, window = self._scatters[slot]
+            work.wait()
+            start, end = self._plan.local_pieces(window)[self._rank]
+            self.dx[start:end] = self._summed[slot][:end - start]
+            self._scatters[slot] = None
+
+    def _start_gather(self, window: int) -> None:
+        slot = window % 2
+        start, end = self._plan.local_pieces(window)[self._rank]
+        own = self._own[slot]
+        own[:end - start] = self._student[start:end]
+        self._gathers[slot] = dist.all_gather_into_tensor(self._received[slot], own, group=self._group, async_op=True)
+
+    def _split(self, chunks: torch.Tensor, window: int):
+        for rank, (start, end) in enumerate(self._plan.local_pieces(window)):
+            yield end - start, chunks[rank * self._chunk:rank * self._chunk + end - start]
