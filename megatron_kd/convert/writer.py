@@ -112,6 +112,20 @@ class CheckpointWriter:
             if file.is_file() and not weights and file.name != "config.json" and not (self._dir / file.name).exists():
                 shutil.copyfile(file, self._dir / file.name)
 
+    def close_shards(self) -> Path:
+        """End the weights: shards and index get their final names in the hidden directory, which is returned for checks before it moves."""
+        self._end_shard()
+        count = len(self._shards)
+        names = [f"{self._stem}.safetensors"] if count == 1 else [f"{self._stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        for i, name in enumerate(names):
+            if (self._dir / f"shard-{i:05d}").exists():
+                os.rename(self._dir / f"shard-{i:05d}", self._dir / name)
+        if count > 1:
+            weight_map = {tensor: names[i] for i, entries in enumerate(self._shards) for tensor in entries}
+            total = sum(entries[t]["data_offsets"][1] - entries[t]["data_offsets"][0] for entries in self._shards for t in entries)
+            self.add_json(INDEX_NAME.replace("model", self._stem, 1), {"metadata": {"total_size": total}, "weight_map": weight_map})
+        return self._dir
+
     def _end_shard(self) -> None:
         if self._file is None:
             return
@@ -127,15 +141,7 @@ class CheckpointWriter:
         self._entries, self._entry_bytes = {}, 0
 
     def _finish(self) -> None:
-        self._end_shard()
-        count = len(self._shards)
-        names = [f"{self._stem}.safetensors"] if count == 1 else [f"{self._stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        for i, name in enumerate(names):
-            os.rename(self._dir / f"shard-{i:05d}", self._dir / name)
-        if count > 1:
-            weight_map = {tensor: names[i] for i, entries in enumerate(self._shards) for tensor in entries}
-            total = sum(entries[t]["data_offsets"][1] - entries[t]["data_offsets"][0] for entries in self._shards for t in entries)
-            self.add_json(INDEX_NAME.replace("model", self._stem, 1), {"metadata": {"total_size": total}, "weight_map": weight_map})
+        self.close_shards()
         os.chmod(self._dir, 0o755)
         aside = None
         if self.target.exists() and self._overwrite:

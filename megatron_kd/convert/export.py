@@ -1,0 +1,124 @@
+"""Whole models between Hugging Face and Megatron: import a directory as a Megatron checkpoint, export a distilled one back.
+
+Owns the two directions and the parity check. Called by the CLI on every rank of one world (one process, or under torchrun with
+a layout). Weights stream tensor by tensor into the target on rank 0; the model itself is spread over the ranks.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_kd.convert import naming
+from megatron_kd.convert.hf_index import Checkpoint, read_json
+from megatron_kd.convert.writer import CheckpointWriter, Progress
+from megatron_kd.errors import ConvertError, rule
+from megatron_kd.layout import ParallelLayout
+
+PARITY_TOKENS = (2, 32)
+"""[b, s] of the parity check's random ids; s divides by every tensor-parallel degree up to 32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export wrote."""
+
+    num_tensors: int
+    """Tensors in the target."""
+    num_bytes: int
+    """Their bytes."""
+    max_logit_error: float | None
+    """Largest |Megatron - transformers| over random tokens; None where the check was switched off or runs on another rank."""
+
+
+def import_hf(source: str | Path, target: str | Path, *, layout: ParallelLayout, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write the Hugging Face model `source` as a Megatron checkpoint in `target`. Collective.
+
+    Errors: ConvertError where source is damaged (found before the model is built) or the target is not empty.
+    """
+    from megatron_kd.mcore import checkpoint, model
+
+    Checkpoint.open(source)
+    target = Path(target)
+    if target.exists() and any(target.iterdir()):
+        raise ConvertError(rule("target", str(target), "exists and is not empty", "Choose another or remove it"))
+    chunks = model.build_model(model.teacher_provider(source, layout=layout, dtype=dtype), seed=0)
+    checkpoint.save_weights(chunks, target, tokenizer=source)
+    return target
+
+
+def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str | Path, layout: ParallelLayout, dtype: torch.dtype = torch.bfloat16,
+              max_logit_error: float | None = None, check: bool = True, overwrite: bool = False, progress: Progress | None = None) -> Exported:
+    """Write a Megatron checkpoint as a Hugging Face directory that transformers loads. Collective; rank 0 writes.
+
+    `reference`: directory with the student's config.json and tokenizer (the model it was started from). With `check`, transformers
+    loads the result before it is moved into place and must give the same logits; `max_logit_error` None means 1e-4 in fp32, and
+    two bf16 roundings of the largest logit in bf16. Errors: ConvertError; the target is then as it was.
+    """
+    from megatron_kd.mcore import checkpoint, model
+
+    config = naming.text_only_config(read_json(Path(reference) / "config.json"))
+    saved = checkpoint.run_config(checkpoint_dir).get("model", {})
+    mtp_layers = saved.get("mtp_num_layers") or None
+    overrides = {"mtp_num_layers": mtp_layers}
+    provider = model.teacher_provider(reference, layout=layout, dtype=dtype, load_weights=False, overrides=overrides)
+    chunks = model.build_model(provider, seed=0)
+    checkpoint.load_weights(chunks, checkpoint_dir)
+    tensors = checkpoint.hf_tensors(model.bridge_for(reference, dtype), chunks, vocab_size=config["vocab_size"])
+    tokens_bs = torch.randint(0, config["vocab_size"], PARITY_TOKENS, generator=torch.Generator().manual_seed(0))
+    config = _exported_config(config, mtp_layers, dtype)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank != 0:
+        for _ in tensors:
+            pass
+        if check:
+            _logits_on_rank_0(checkpoint.forward_logits(chunks, tokens_bs))
+        return Exported(num_tensors=0, num_bytes=0, max_logit_error=None)
+    num_tensors = num_bytes = 0
+    error = None
+    with CheckpointWriter(target, overwrite=overwrite, progress=progress) as writer:
+        for name, tensor in tensors:
+            writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+            num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.numel() * dtype.itemsize
+        writer.add_json("config.json", config)
+        writer.copy_companions(Path(reference))
+        if check:
+            ours_bsV = _logits_on_rank_0(checkpoint.forward_logits(chunks, tokens_bs))[..., : config["vocab_size"]]
+            error = _check_parity(writer.close_shards(), tokens_bs, ours_bsV, dtype, max_logit_error)
+    return Exported(num_tensors=num_tensors, num_bytes=num_bytes, max_logit_error=error)
+
+
+def _exported_config(config: dict, mtp_layers: int | None, dtype: torch.dtype) -> dict:
+    config = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
+    config = config if mtp_layers else naming.without_mtp(config)
+    return config | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def _logits_on_rank_0(logits_bsV: torch.Tensor | None) -> torch.Tensor | None:
+    """The last stage's logits, sent to rank 0."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return logits_bsV
+    last = dist.get_world_size() - 1
+    shape = [tuple(logits_bsV.shape) if logits_bsV is not None else None]
+    dist.broadcast_object_list(shape, src=last)
+    device = logits_bsV.device if logits_bsV is not None else torch.get_default_device()
+    buffer = logits_bsV.contiguous() if dist.get_rank() == last else torch.empty(shape[0], device=device)
+    dist.broadcast(buffer, src=last)
+    return buffer
+
+
+def _check_parity(directory: Path, tokens_bs: torch.Tensor, ours_bsV: torch.Tensor, dtype: torch.dtype, limit: float | None) -> float:
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    with torch.no_grad():
+        theirs_bsV = theirs(tokens_bs).logits.float()
+    ours_bsV = ours_bsV.cpu()
+    error = float((ours_bsV - theirs_bsV).abs().max())
+    if limit is None:
+        limit = 1e-4 if dtype == torch.float32 else float(theirs_bsV.abs().max()) * 2 * torch.finfo(dtype).eps
+    if not error <= limit:
+        raise ConvertError(rule("largest logit difference", error, f"Megatron and transformers must agree within {limit:.3g} on the exported weights",
+                                "Nothing was written; check that the reference config is the student's, or pass --no-check to look at the weights"))
+    return error

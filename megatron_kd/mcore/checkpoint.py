@@ -1,0 +1,89 @@
+"""Megatron checkpoint directories: finding, loading and saving weights, and giving them back under Hugging Face's names.
+
+Owns the calls into Bridge's checkpoint code that need no trainer. Called by convert/export.py on every rank of a world whose
+model parallelism is initialised; models come from model.py. Optimizer state is left alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import yaml
+
+from megatron_kd.errors import ConvertError, rule
+
+EMBEDDING_ROWS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "word_embeddings.weight")
+"""Endings of Hugging Face tensors with one row a token, which Megatron pads to a multiple of tp."""
+
+
+def iteration_dir(checkpoint: str | Path) -> Path:
+    """The directory with the weights: `checkpoint` itself if it is one iteration, else its newest `iter_*`.
+
+    Errors: ConvertError where there is none, or the newest one was not finished.
+    """
+    path = Path(checkpoint)
+    if (path / "metadata.json").is_file() or (path / ".metadata").is_file():
+        return path
+    iterations = sorted((p for p in path.glob("iter_*") if p.name.removeprefix("iter_").isdigit()), key=lambda p: int(p.name.removeprefix("iter_")))
+    finished = [p for p in iterations if (p / ".metadata").is_file()]
+    if not finished:
+        raise ConvertError(rule("checkpoint", str(path), f"holds no finished iter_* of a Megatron checkpoint (found {[p.name for p in iterations]})",
+                                "Give the run's checkpoint directory, or one iter_* in it"))
+    return finished[-1]
+
+
+def run_config(checkpoint: str | Path) -> dict:
+    """The run_config.yaml that Bridge saved beside the weights; empty where there is none."""
+    file = iteration_dir(checkpoint) / "run_config.yaml"
+    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: str | Path) -> None:
+    """Load model weights from a Megatron checkpoint of any layout into unwrapped chunks. Collective.
+
+    Errors: ConvertError where a weight of the model is not in the checkpoint.
+    """
+    from megatron.bridge.training.checkpointing import _load_model_weights_from_checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    path = iteration_dir(checkpoint)
+    try:
+        _load_model_weights_from_checkpoint(str(path), list(chunks))
+    except (Exception, CheckpointException) as e:  # several types for one fault; torch's CheckpointException is a BaseException
+        why = str(e).strip().splitlines()[-1]
+        raise ConvertError(rule("checkpoint", str(path), f"does not fit this model: {why}",
+                                "Give the Hugging Face reference (config) that the checkpoint was trained from")) from e
+
+
+def save_weights(chunks: Sequence[torch.nn.Module], directory: str | Path, *, tokenizer: str | Path | None = None) -> None:
+    """Write the weights as a Megatron checkpoint (iter_0000000, no optimizer state) with its run_config.yaml. Collective."""
+    from megatron.bridge.training.model_load_save import save_megatron_model
+
+    save_megatron_model(list(chunks), str(directory), hf_tokenizer_path=str(tokenizer) if tokenizer else None)
+
+
+def hf_tensors(bridge, chunks: Sequence[torch.nn.Module], *, vocab_size: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, full CPU tensor), padding rows of embedding and head dropped. Collective: every rank must exhaust it."""
+    for name, tensor in bridge.export_hf_weights(list(chunks), cpu=True, show_progress=False):
+        yield name, tensor[:vocab_size] if name.endswith(EMBEDDING_ROWS) else tensor
+
+
+def forward_logits(chunks: Sequence[torch.nn.Module], tokens_bs: torch.Tensor) -> torch.Tensor | None:
+    """float32 [b, s, V_padded] on the ranks of the last stage, None elsewhere. Collective; builds the whole matrix, for checks only."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    model = chunks[0]
+    device = next(model.parameters()).device
+    b, s = tokens_bs.shape
+    tokens_bs = tokens_bs.to(device)
+    positions_bs = torch.arange(s, device=device)[None].expand(b, s)
+    mask = torch.ones(1, 1, s, s, device=device).tril() < 0.5
+
+    def step(_, chunk):
+        return chunk(tokens_bs, positions_bs, mask, runtime_gather_output=True), lambda out, non_loss_data=True: out
+
+    with torch.no_grad():
+        outputs = get_forward_backward_func()(forward_step_func=step, data_iterator=None, model=model, num_microbatches=1, seq_length=s,
+                                              micro_batch_size=b, forward_only=True, collect_non_loss_data=True)
+    return outputs[0].float() if parallel_state.is_pipeline_last_stage() else None
