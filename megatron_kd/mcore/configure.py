@@ -1,0 +1,103 @@
+"""What attach demands of a Megatron-Bridge ConfigContainer: settings it makes, and layouts it refuses by name.
+
+Owns the list of what upstream does wrong or what would break the loss's contract. Called by attach, at attach time and again when
+the model is built (Bridge settles some fields only then). Does not build anything.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_kd.errors import ConfigError, UnsupportedLayout, rule
+
+
+def transformer_config(cfg):
+    """The TransformerConfig-like part of `cfg.model`: the provider itself, or a ModelConfig's `transformer`."""
+    return getattr(cfg.model, "transformer", cfg.model)
+
+
+def configure(cfg, *, per_token_loss: bool | None = True) -> None:
+    """Make the settings that distillation needs on `cfg`, in place.
+
+    `per_token_loss`: True divides by one token count of the whole global batch (KD and CE share it), None leaves the setting as it is.
+    """
+    model = transformer_config(cfg)
+    if per_token_loss is not None:
+        model.calculate_per_token_loss = per_token_loss
+    if getattr(model, "calculate_per_token_loss", False):
+        cfg.ddp.average_in_collective = False
+    tolerate_missing_makefile()
+
+
+def tolerate_missing_makefile() -> None:
+    """megatron-core's wheel holds the compiled data helpers but no Makefile, and Bridge's start-up ends the process over that."""
+    spec = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+    if spec is None or (Path(spec.origin).parent / "Makefile").exists():
+        return
+    import megatron.bridge.training.initialize as initialize
+
+    initialize.compile_helpers = lambda: None
+
+
+def register_pre_wrap_hook(cfg, hook: Callable) -> None:
+    """Have `hook(chunks) -> chunks` called on the unwrapped model, before DDP; for providers and for ModelConfig."""
+    if hasattr(cfg.model, "register_pre_wrap_hook"):
+        cfg.model.register_pre_wrap_hook(hook)
+    else:
+        cfg.model.pre_wrap_hooks.append(hook)
+
+
+def check_config(cfg) -> None:
+    """ConfigError or UnsupportedLayout, by name, for what Megatron or this package cannot do right."""
+    model = transformer_config(cfg)
+    _check_layout(cfg, model)
+    _check_numerics(cfg, model)
+    _check_loop(cfg, model)
+
+
+def _refuse(name: str, got: object, why: str, way_out: str) -> None:
+    raise UnsupportedLayout(rule(name, got, why, way_out))
+
+
+def _check_layout(cfg, model) -> None:
+    tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+    vpp = getattr(model, "virtual_pipeline_model_parallel_size", None) or 1
+    sequence_parallel = bool(model.sequence_parallel) and tp > 1
+    experts = getattr(model, "num_moe_experts", None)
+    expert_tp = getattr(model, "expert_tensor_parallel_size", None) or tp
+    if pp == 2 and vpp > 1 and not cfg.comm_overlap and not (model.overlap_p2p_comm and not model.batch_p2p_comm):
+        _refuse("virtual_pipeline_model_parallel_size", vpp, "with two pipeline stages Megatron's batched p2p mixes up activations and gradients, silently",
+                "Set model.overlap_p2p_comm=True and model.batch_p2p_comm=False")
+    if getattr(model, "experimental_attention_variant", None) == "gated_delta_net" and tp > 1 and not sequence_parallel:
+        _refuse("sequence_parallel", False, f"Gated DeltaNet (Qwen3.5) at tp = {tp} without it gets a wrong out_norm gradient upstream", "Set model.sequence_parallel=True")
+    if experts and tp > 1 and not sequence_parallel:
+        _refuse("sequence_parallel", False, f"Megatron trains experts at tp = {tp} only with it", "Set model.sequence_parallel=True")
+    if experts and expert_tp > 1 and getattr(model, "add_bias_linear", False):
+        _refuse("expert_tensor_parallel_size", expert_tp, "experts with a bias (GPT-OSS) cannot be split over tensor ranks", "Set model.expert_tensor_parallel_size=1")
+    if getattr(model, "mtp_num_layers", None) and getattr(model, "overlap_moe_expert_parallel_comm", False):
+        _refuse("mtp_num_layers", model.mtp_num_layers, "the combined 1F1B schedule forms the MTP logits outside of the model's forward",
+                "Set model.mtp_num_layers=None or model.overlap_moe_expert_parallel_comm=False")
+    if getattr(model, "hybrid_context_parallel", False):
+        _refuse("hybrid_context_parallel", True, "row ids are not defined for it", "Turn it off")
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(cfg.dist, name, False) or getattr(cfg.ddp, name, False):
+            _refuse(name, True, "the weight gradient of a sharded head has not been proven with the fused loss", "Use DDP with the distributed optimizer")
+
+
+def _check_numerics(cfg, model) -> None:
+    if getattr(model, "fp16", False) or "fp16" in str(cfg.mixed_precision):
+        _refuse("fp16", True, "gradients are formed in forward, before the loss scale is known, and would underflow", "Use bf16")
+    from megatron.bridge.utils.cuda_graph import is_full_iteration_cuda_graph
+
+    if is_full_iteration_cuda_graph(model):
+        _refuse("cuda_graph_impl", "full_iteration", "a captured iteration cannot wait for a teacher", "Use per-layer graphs, or none")
+
+
+def _check_loop(cfg, model) -> None:
+    machine = getattr(cfg, "rerun_state_machine", None)
+    if machine is not None and machine.rerun_mode != "disabled":
+        _refuse("rerun_state_machine.rerun_mode", machine.rerun_mode, "replayed micro-batches would ask the teacher again for rows that are gone", "Set it to 'disabled'")
+    if type(cfg.model).__name__ == "DistillationProvider" or any(base.__name__ == "DistillationProvider" for base in type(cfg.model).__mro__):
+        raise ConfigError(rule("cfg.model", type(cfg.model).__name__, "holds ModelOpt's own distillation", "Give attach the plain student provider"))
+    if getattr(cfg, "inprocess_restart", None) and cfg.inprocess_restart.enabled:
+        _refuse("inprocess_restart", True, "the teacher's connections do not survive it", "Turn it off")

@@ -1,0 +1,168 @@
+"""OutputLayerHook: the fused loss in place of the output layer's logits, on the last stage of a Megatron language model.
+
+Owns how hidden states, weight and labels reach a handler. The handler runs inside the `output_layer(...)` module call, so that the forward
+pre-hooks of DDP (overlap_param_gather) and FSDP fire before the weight is read. The way in is megatron-core's `output_processor`, injected by a
+forward pre-hook on the unwrapped language model; models without it (HybridModel) and the cross-entropy of MTP depths get instance-level
+overrides that last for one forward. Nothing is subclassed or renamed, so checkpoints and Bridge's mappings stay as they are.
+Installed by attach. Shape letters: b sequences, t positions of this context-parallel rank, p positions of this rank (t / tp under SP), H width.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megatron_kd.errors import UnsupportedLayout, rule
+from megatron_kd.kernels.spec import HeadTransform
+from megatron_kd.loss.scratch import HeadGradient
+from megatron_kd.mcore.weight_grad import head_gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadCall:
+    """One use of the output layer: what the loss needs, free of Megatron's types."""
+
+    hidden_tbH: torch.Tensor
+    """[t, b, H] on every tensor-parallel rank; under SP gathered, its backward reduce-scatters partial sums."""
+    weight_VH: torch.Tensor
+    """[V_padded/tp, H] the head's shard (the embedding's where tied)."""
+    bias_V: torch.Tensor | None
+    """[V_padded/tp], or None."""
+    labels_bt: torch.Tensor
+    """int64 [b, t]."""
+    tp_group: torch.distributed.ProcessGroup
+    """Ranks that hold the other shards."""
+    sums_dx: bool
+    """Whether the loss must all-reduce dX itself; False where the gather's backward already sums over ranks (SP)."""
+    dw: HeadGradient | None
+    """Delivery of the weight gradient; None where no gradient is asked for."""
+    transform: HeadTransform
+    """Logit scale and soft-cap of this head."""
+    is_mtp: bool
+    """A multi-token-prediction depth: cross-entropy only."""
+
+
+Handler = Callable[[HeadCall, object], torch.Tensor]
+"""(call, context) -> per-token loss [b, t] fp32, a fresh tensor: Megatron scales it in place."""
+
+
+def head_transform(lm: torch.nn.Module) -> HeadTransform:
+    """What this model applies to its logits. Errors: UnsupportedLayout for an output layer whose forward is not known here."""
+    config = lm.config
+    scale = float(getattr(config, "mup_output_mult", 1.0)) if getattr(config, "use_mup", False) else 1.0
+    softcap = getattr(config, "final_logit_softcapping", None)
+    known = {"ColumnParallelLinear", "TELMHeadColumnParallelLinear", "TEColumnParallelLinear"} | ({"Gemma2OutputLayer", "Gemma4OutputLayer"} if softcap else set())
+    classes = {cls.__name__ for cls in type(lm.output_layer).__mro__ if "forward" in vars(cls)} - {"Module", "MegatronModule"}
+    first = next(cls.__name__ for cls in type(lm.output_layer).__mro__ if "forward" in vars(cls))
+    if first not in known:
+        raise UnsupportedLayout(rule("output_layer", first, "its forward may change the logits in a way that the loss would lose",
+                                     f"Known are {', '.join(sorted(known | classes & known))}; apply the transform by HeadTransform instead"))
+    return HeadTransform(scale=scale, softcap=softcap or None)
+
+
+def check_output_layer(lm: torch.nn.Module) -> None:
+    """UnsupportedLayout, by name, for an output layer that the fused loss cannot stand in for."""
+    layer = lm.output_layer
+    refused = {
+        "gtp_remat_size": (getattr(layer, "gtp_remat_size", 1) or 1) > 1 and "the head is sharded again and gathered on use",
+        "defer_embedding_wgrad_compute": getattr(lm.config, "defer_embedding_wgrad_compute", False) and "the head's weight gradient is formed in forward",
+        "mxfp8 output projection": type(layer).__name__.startswith("TELMHead") and "the head is quantised",
+        "lora": any("lora" in type(module).__name__.lower() or "adapter" in type(module).__name__.lower() for module in layer.modules()) and "an adapter on the output layer would be bypassed",
+    }
+    for name, why in refused.items():
+        if why:
+            raise UnsupportedLayout(rule(name, True, why, "Turn it off for distillation"))
+    head_transform(lm)
+
+
+class OutputLayerHook:
+    """Installed once on a language model that owns an output layer; does nothing until a context is bound with `bind`."""
+
+    def __init__(self, lm: torch.nn.Module, handler: Handler):
+        check_output_layer(lm)
+        self._lm, self._handler, self._context = lm, handler, None
+        self._gradients: dict[int, HeadGradient] = {}
+        self._deferred_weight = None
+        self._is_official = "output_processor" in inspect.signature(type(lm).forward).parameters
+        self._has_mtp = bool(getattr(lm.config, "mtp_num_layers", None))
+        lm.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        lm.register_forward_hook(self._after_forward, always_call=True)
+        if hasattr(lm, "build_schedule_plan"):
+            self._plan = lm.build_schedule_plan
+            lm.build_schedule_plan = self._schedule_plan
+
+    @contextmanager
+    def bind(self, context: object):
+        """Forwards inside this block run the handler with `context`; None leaves Megatron's own loss in place."""
+        self._context = context
+        try:
+            yield
+        finally:
+            self._context = None
+
+    def _before_forward(self, module, args, kwargs):
+        if self._context is None:
+            return None
+        if self._has_mtp or not self._is_official:
+            self._override_layer()
+        if self._is_official:
+            kwargs = dict(kwargs, output_processor=self._process, output_processor_context=self._context)
+        return args, kwargs
+
+    def _after_forward(self, module, args, output):
+        self._restore_layer()
+
+    def _schedule_plan(self, *args, **kwargs):
+        if self._context is not None:
+            kwargs |= {"output_processor": self._process, "output_processor_context": self._context}
+        return self._plan(*args, **kwargs)
+
+    def _process(self, *, hidden_states, output_layer, output_weight, labels, context, **_):
+        """megatron-core's output_processor: what it returns is the model's output."""
+        self._restore_layer()
+        output_layer.forward = lambda x, weight=None, **_: self._handle(x, weight, labels, context, is_mtp=False)
+        try:
+            return output_layer(hidden_states, weight=output_weight)
+        finally:
+            del output_layer.forward
+
+    def _override_layer(self) -> None:
+        """For one forward: the layer passes hidden states through, and the loss function receives them as its "logits"."""
+        is_mtp = self._is_official
+        context = self._context
+
+        def forward(x, weight=None, **_):
+            self._deferred_weight = weight
+            return x, None
+
+        def loss(labels, hidden):
+            return self._handle(hidden, self._deferred_weight, labels, context, is_mtp=is_mtp)
+
+        self._lm.output_layer.forward = forward
+        self._lm.compute_language_model_loss = loss
+
+    def _restore_layer(self) -> None:
+        vars(self._lm.output_layer).pop("forward", None)
+        vars(self._lm).pop("compute_language_model_loss", None)
+        self._deferred_weight = None
+
+    def _handle(self, hidden_pbH, weight, labels_bt, context, *, is_mtp: bool) -> torch.Tensor:
+        layer = self._lm.output_layer
+        weight = layer.weight if weight is None else weight
+        sequence_parallel = layer.sequence_parallel and layer.tp_group.size() > 1
+        if sequence_parallel:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            hidden_pbH = gather_from_sequence_parallel_region(hidden_pbH, tensor_parallel_output_grad=True, group=layer.tp_group)
+        with_gradient = torch.is_grad_enabled() and weight.requires_grad
+        call = HeadCall(hidden_tbH=hidden_pbH, weight_VH=weight, bias_V=layer.bias, labels_bt=labels_bt, tp_group=layer.tp_group, sums_dx=not sequence_parallel,
+                        dw=self._gradient_of(weight) if with_gradient else None, transform=head_transform(self._lm), is_mtp=is_mtp)
+        return self._handler(call, context)
+
+    def _gradient_of(self, weight) -> HeadGradient:
+        if id(weight) not in self._gradients:
+            embedding = getattr(getattr(self._lm, "embedding", None), "word_embeddings", None)
+            self._gradients[id(weight)] = head_gradient(weight, also_embeds=embedding is not None and embedding.weight is weight)
+        return self._gradients[id(weight)]
