@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_kd.kernels import tuning
+from megatron_kd.kernels import torch_twin, tuning
 from megatron_kd.kernels.spec import (CE, CROSS, KD, LABEL, LSE_CE, LSE_S, LSE_T, MAX_S, MAX_T, NO_LABEL, NUM_JOINED, NUM_STATS, ONE_PASS, SLOPE,
                                       SUM_CE, SUM_S, SUM_T, PairSpec)
 
@@ -22,6 +22,8 @@ NEG_INF = tl.constexpr(float("-inf"))
 _MAX_S, _SUM_S, _SUM_CE, _MAX_T, _SUM_T, _CROSS, _LABEL, _NUM_STATS = map(tl.constexpr, (MAX_S, SUM_S, SUM_CE, MAX_T, SUM_T, CROSS, LABEL, NUM_STATS))
 _LSE_S, _LSE_T, _LSE_CE, _KD, _SLOPE, _CE, _NUM_JOINED = map(tl.constexpr, (LSE_S, LSE_T, LSE_CE, KD, SLOPE, CE, NUM_JOINED))
 _NO_LABEL = tl.constexpr(NO_LABEL)
+
+accumulate_dtype = torch_twin.accumulate_dtype
 
 
 @triton.jit
