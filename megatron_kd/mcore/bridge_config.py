@@ -194,6 +194,16 @@ def has_checkpoint(folder: Path) -> bool:
     return (folder / "latest_train_state.pt").is_file()
 
 
+def checkpoint_step(recipe: Recipe) -> int:
+    """Training steps that the checkpoint holds which this run resumes from; 0 for a run from the start."""
+    folder = checkpoint_folder(recipe)
+    if not recipe.train.resume or not has_checkpoint(folder):
+        return 0
+    from megatron.bridge.training.utils.checkpoint_utils import get_checkpoint_train_state_filename, read_train_state
+
+    return read_train_state(get_checkpoint_train_state_filename(str(folder), prefix="latest")).step
+
+
 def _checkpoint(recipe: Recipe):
     from megatron.bridge.training.config import CheckpointConfig
 

@@ -1,0 +1,86 @@
+"""The end of a run: a table for a person, summary.json for a program, curve.png for a slide.
+
+Called by `train` on the reporting rank. Reads the history; measures nothing.
+"""
+
+import json
+from pathlib import Path
+
+from rich.table import Table
+
+from megatron_kd.cli.history import History
+from megatron_kd.cli.loss_memory import LossMemory
+from megatron_kd.config.schema import Recipe
+
+KD_METRIC, CE_METRIC = "kd loss", "ce loss"
+
+
+def summary(recipe: Recipe, history: History, *, layout: str, wall_s: float, memory: LossMemory | None, extra: dict | None = None) -> dict:
+    """What summary.json holds. Held-out values are None where the recipe evaluates nothing; loss bytes where they were not measured."""
+    first, last = _ends(history)
+    result = {"name": recipe.name, "placement": recipe.teacher.placement, "layout": layout, "device": recipe.device,
+              "steps": len(history.steps), "tokens": sum(r["tokens"] for r in history.steps.values()), "tokens_per_s": history.tokens_per_s(), "wall_s": wall_s,
+              "divergence": recipe.loss.divergence, "temperature": recipe.loss.temperature}
+    kd = "heldout_kl" if recipe.loss.divergence == "forward_kl" and recipe.loss.temperature == 1.0 else "heldout_kd"
+    for name, metric in ((kd, KD_METRIC), ("heldout_ce", CE_METRIC)):
+        result[f"{name}_before"], result[f"{name}_after"] = first.get(metric), last.get(metric)
+    result["loss_peak_bytes"] = memory.fused_peak_bytes if memory else None
+    result["dense_loss_peak_bytes"] = memory.dense_peak_bytes if memory else None
+    result["loss_relative_difference"] = memory.relative_difference if memory else None
+    return result | (extra or {})
+
+
+def table(result: dict) -> Table:
+    """The same for a person."""
+    view = Table(title=f"{result['name']}: {result['steps']} steps, teacher {result['placement']}, {result['layout']}", show_header=True)
+    for column in ("", "before", "after", "change"):
+        view.add_column(column, justify="left" if not column else "right")
+    for label, name in (("held-out KL(teacher || student)", "heldout_kl"), ("held-out divergence", "heldout_kd"), ("held-out cross-entropy", "heldout_ce")):
+        before, after = result.get(f"{name}_before"), result.get(f"{name}_after")
+        if before is not None and after is not None:
+            view.add_row(label, f"{before:.3f}", f"{after:.3f}", f"{100 * (after - before) / before:+.1f}%")
+    view.add_section()
+    if result["tokens_per_s"]:
+        view.add_row("training speed", "", f"{result['tokens_per_s']:,.0f} tokens/s", "")
+    if result["loss_peak_bytes"]:
+        dense, fused = result["dense_loss_peak_bytes"], result["loss_peak_bytes"]
+        view.add_row("peak memory of the loss (dense, fused)", f"{dense / 2**20:,.0f} MiB", f"{fused / 2**20:,.0f} MiB", f"{100 * (fused - dense) / dense:+.1f}%")
+    view.add_row("wall time", "", f"{result['wall_s']:,.0f} s", "")
+    return view
+
+
+def write(folder: Path, result: dict, history: History) -> list[Path]:
+    """summary.json and curve.png in `folder`; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    summary_path = folder / "summary.json"
+    summary_path.write_text(json.dumps(result, indent=2) + "\n")
+    return [summary_path, _curve(folder / "curve.png", result, history)]
+
+
+def _ends(history: History) -> tuple[dict, dict]:
+    evaluations = [history.evaluations[step] for step in sorted(history.evaluations)]
+    return (evaluations[0] if evaluations and evaluations[0]["step"] == 0 else {}), (evaluations[-1] if evaluations else {})
+
+
+def _curve(path: Path, result: dict, history: History) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for metric, label, colour in ((KD_METRIC, "divergence from the teacher", "tab:blue"), (CE_METRIC, "cross-entropy", "tab:orange")):
+        steps = [(s + 1, r[metric]) for s, r in sorted(history.steps.items()) if metric in r]
+        held_out = [(s, r[metric]) for s, r in sorted(history.evaluations.items()) if metric in r]
+        if steps:
+            axes.plot(*zip(*steps), color=colour, label=f"{label}, training")
+        if held_out:
+            axes.plot(*zip(*held_out), "o--", color=colour, label=f"{label}, held out")
+    axes.set(xlabel="training steps", ylabel="nats per token", title=f"{result['name']}  ({result['placement']}, {result['layout']})")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
