@@ -28,12 +28,13 @@ DEFAULT_SHARD_BYTES = 256 * 2**20
 class CacheWriter:
     """Appends segments of one collection. Use with `with`; one thread. Recovers the store when opened."""
 
-    def __init__(self, storage: Storage, collection: Collection, *, shard_bytes: int = DEFAULT_SHARD_BYTES, spool_dir: str | None = None):
+    def __init__(self, storage: Storage, collection: Collection, *, shard_bytes: int = DEFAULT_SHARD_BYTES, spool_dir: str | None = None,
+                 recover_first: bool = True):
         """`spool_dir`: where partial shards of an object store grow; default a folder of the system's temporary directory, the same for
         the same store, so that a restarted process finds them."""
         self._storage, self._collection, self._shard_bytes = storage, collection, shard_bytes
         self._spool = spool_path(storage, spool_dir)
-        self.recovered_segments = recover(storage, spool_dir)
+        self.recovered_segments = recover(storage, spool_dir) if recover_first else 0
         self.manifest = Manifest(storage)
         self._file: _Partial | None = None
         self._open_rows: dict[SegmentKey, np.ndarray] = {}
@@ -47,16 +48,12 @@ class CacheWriter:
 
     def has(self, segment: Segment) -> bool:
         """Whether every asked row of the segment is stored, by this writer or an earlier one."""
-        own = self._open_rows.get(segment.key)
-        if own is not None and np.isin(segment.asked, own, assume_unique=True).all():
-            return True
-        return self.manifest.find_covering(self._collection, segment) is not None
+        return any(np.isin(segment.asked, rows, assume_unique=True).all() for rows in self.stored_rows(segment.key))
 
-    def known_rows(self, segment: Segment) -> np.ndarray:
-        """Positions stored so far: a new record of a segment with another loss mask should hold these too."""
-        rows = [self._open_rows.get(segment.key, np.empty(0, np.int64))]
-        rows += [self.manifest.load(location).rows for location in self.manifest.find(self._collection, segment.key)]
-        return np.unique(np.concatenate(rows))
+    def stored_rows(self, key: SegmentKey) -> list[np.ndarray]:
+        """Positions that each stored record of the segment holds; a new record for another loss mask should hold their union too."""
+        open_rows = [self._open_rows[key]] if key in self._open_rows else []
+        return open_rows + [self.manifest.load(location).rows for location in self.manifest.find(self._collection, key)]
 
     def add(self, key: SegmentKey, prefix: int, num_tokens: int, rows: np.ndarray, payload: bytes, error: float = 0.0) -> None:
         """Append one segment's encoded rows. Durable against the death of the process when this returns, visible after `seal`."""
@@ -64,7 +61,7 @@ class CacheWriter:
             self._file = _Partial(self._spool, self._collection)
         data = encode_record(key, prefix, num_tokens, rows, payload, error)
         self._file.append(data)
-        self._open_rows[key] = np.union1d(self._open_rows.get(key, rows), rows)
+        self._open_rows[key] = rows
         self.num_segments, self.num_tokens, self.num_bytes = self.num_segments + 1, self.num_tokens + len(rows), self.num_bytes + len(data)
         if self._file.num_bytes >= self._shard_bytes:
             self.seal()
@@ -134,7 +131,7 @@ def recover(storage: Storage, spool_dir: str | None = None) -> int:
                 recovered += _salvage(storage, path)
         finally:
             os.close(fd)
-    indexed = {_shard_of(name) for name in storage.list(INDEX_DIR)}
+    indexed = {shard_name(name) for name in storage.list(INDEX_DIR)}
     for name in storage.list(SHARD_DIR):
         if name not in indexed:
             recovered += _write_index(storage, name, storage.whole(f"{SHARD_DIR}/{name}"))
@@ -146,7 +143,8 @@ def index_name(shard: str) -> str:
     return shard.removesuffix(".kds") + ".kdi"
 
 
-def _shard_of(index: str) -> str:
+def shard_name(index: str) -> str:
+    """Name of the shard file of an index file."""
     return index.removesuffix(".kdi") + ".kds"
 
 
