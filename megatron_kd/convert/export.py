@@ -4,15 +4,16 @@ Owns the two directions and the parity check. Called by the CLI on every rank of
 a layout). Weights stream tensor by tensor into the target on rank 0; the model itself is spread over the ranks.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron_kd.convert import naming
+from megatron_kd.convert import mxfp4, naming
 from megatron_kd.convert.hf_index import Checkpoint, read_json
-from megatron_kd.convert.writer import CheckpointWriter, Progress
+from megatron_kd.convert.writer import CheckpointWriter, Progress, check_target
 from megatron_kd.errors import ConvertError, rule
 from megatron_kd.layout import ParallelLayout
 
@@ -40,12 +41,10 @@ def import_hf(source: str | Path, target: str | Path, *, layout: ParallelLayout,
     from megatron_kd.mcore import checkpoint, model
 
     Checkpoint.open(source)
-    target = Path(target)
-    if target.exists() and any(target.iterdir()):
-        raise ConvertError(rule("target", str(target), "exists and is not empty", "Choose another or remove it"))
+    check_target(target, overwrite=False)
     chunks = model.build_model(model.teacher_provider(source, layout=layout, dtype=dtype), seed=0)
     checkpoint.save_weights(chunks, target, tokenizer=source)
-    return target
+    return Path(target)
 
 
 def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str | Path, layout: ParallelLayout, dtype: torch.dtype = torch.bfloat16,
@@ -58,6 +57,7 @@ def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str 
     """
     from megatron_kd.mcore import checkpoint, model
 
+    check_target(target, overwrite)
     config = naming.text_only_config(read_json(Path(reference) / "config.json"))
     saved = checkpoint.run_config(checkpoint_dir).get("model", {})
     mtp_layers = saved.get("mtp_num_layers") or None
@@ -75,18 +75,27 @@ def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str 
         if check:
             _logits_on_rank_0(checkpoint.forward_logits(chunks, tokens_bs))
         return Exported(num_tensors=0, num_bytes=0, max_logit_error=None)
-    num_tensors = num_bytes = 0
-    error = None
-    with CheckpointWriter(target, overwrite=overwrite, progress=progress) as writer:
+    num_tensors, error = 0, None
+    with CheckpointWriter(target, expected_bytes=_expected_bytes(reference, dtype), overwrite=overwrite, progress=progress) as writer:
         for name, tensor in tensors:
             writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
-            num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.numel() * dtype.itemsize
+            num_tensors += 1
         writer.add_json("config.json", config)
         writer.copy_companions(Path(reference))
         if check:
             ours_bsV = _logits_on_rank_0(checkpoint.forward_logits(chunks, tokens_bs))[..., : config["vocab_size"]]
             error = _check_parity(writer.close_shards(), tokens_bs, ours_bsV, dtype, max_logit_error)
-    return Exported(num_tensors=num_tensors, num_bytes=num_bytes, max_logit_error=error)
+    return Exported(num_tensors=num_tensors, num_bytes=writer.num_bytes, max_logit_error=error)
+
+
+def _expected_bytes(reference: str | Path, dtype: torch.dtype) -> int | None:
+    """About what the export will write, from the reference's weights; None where it has none."""
+    try:
+        specs = Checkpoint.open(reference).specs
+    except ConvertError:
+        return None
+    values_per_element = {name: 0 if name.endswith(mxfp4.SCALES) else 2 if name.endswith(mxfp4.BLOCKS) else 1 for name in specs}
+    return sum(math.prod(spec.shape) * values_per_element[name] for name, spec in specs.items()) * dtype.itemsize
 
 
 def _exported_config(config: dict, mtp_layers: int | None, dtype: torch.dtype) -> dict:

@@ -37,7 +37,7 @@ def pack(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scaled = torch.ldexp(groups, -exponent.unsqueeze(-1))
     table = torch.tensor(E2M1)
     midpoints = (table[1:] + table[:-1]) / 2
-    magnitude = scaled.abs()
+    magnitude = scaled.abs().contiguous()
     below, above = torch.bucketize(magnitude, midpoints, right=False), torch.bucketize(magnitude, midpoints, right=True)
     code = torch.where(below % 2 == 0, below, above).to(torch.uint8) | (torch.signbit(scaled).to(torch.uint8) << 3)
     return code[..., 0::2] | (code[..., 1::2] << 4), (exponent + 127).to(torch.uint8)

@@ -25,8 +25,8 @@ HEADER_BYTES = 1 << 16
 """Reserved for a shard's JSON header, its 8-byte length included; a shard whose names need more is closed and the next begun."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-Progress = Callable[[int, str], None]
-"""Called with the bytes of the tensor just finished and its name."""
+Progress = Callable[[int, int | None, str], None]
+"""Called with the bytes written so far, all bytes to come (None: not known), and the name of the tensor just finished."""
 
 
 class CheckpointWriter:
@@ -38,9 +38,10 @@ class CheckpointWriter:
     def __init__(self, target: str | os.PathLike, *, stem: str = "model", max_shard_bytes: int = 5 << 30, expected_bytes: int | None = None,
                  overwrite: bool = False, progress: Progress | None = None):
         self.target = Path(target).absolute()
-        self._stem, self._max_shard_bytes, self._overwrite, self._progress = stem, max_shard_bytes, overwrite, progress
-        if self.target.exists() and not overwrite and (not self.target.is_dir() or any(self.target.iterdir())):
-            raise ConvertError(rule("target", str(self.target), "exists and is not an empty directory", "Choose another, remove it, or pass --overwrite"))
+        self._stem, self._max_shard_bytes, self._overwrite = stem, max_shard_bytes, overwrite
+        self._progress, self._expected_bytes = progress, expected_bytes
+        self.num_bytes = 0
+        check_target(self.target, overwrite)
         self.target.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.target.parent).free
         if expected_bytes is not None and expected_bytes > free:
@@ -94,8 +95,9 @@ class CheckpointWriter:
         entry["data_offsets"] = [start, start + num_bytes]
         self._entries[name] = entry
         self._entry_bytes += entry_bytes
+        self.num_bytes += num_bytes
         if self._progress is not None:
-            self._progress(num_bytes, name)
+            self._progress(self.num_bytes, self._expected_bytes, name)
 
     def add_text(self, name: str, text: str) -> None:
         """Write a small file beside the weights."""
@@ -160,6 +162,13 @@ class CheckpointWriter:
         why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
         return ConvertError(rule("target", str(self.target), f"could not be written: {why}; the target is as it was before",
                                  "Free space or choose another target, then run the same command again"))
+
+
+def check_target(target: str | os.PathLike, overwrite: bool) -> None:
+    """ConvertError where `target` exists with something in it and may not be replaced."""
+    target = Path(target)
+    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
+        raise ConvertError(rule("target", str(target), "exists and is not an empty directory", "Choose another, remove it, or pass --overwrite"))
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:
