@@ -125,9 +125,11 @@ class _FusedLinearKD(torch.autograd.Function):
         student = student_NH.detach()
         wanted = _wanted(problem, dw, needs) if in_forward else Wanted()
         outcome = run_windows(problem, student, wanted)
-        ctx.problem, ctx.dw, ctx.needs, ctx.bias_dtype = problem, dw, needs, None if bias_V is None else bias_V.dtype
+        ctx.dw, ctx.needs, ctx.dtypes = dw, needs, (head_VH.dtype, None if bias_V is None else bias_V.dtype)
+        ctx.weights_N, ctx.flags = problem.weights_N, problem.flags
+        # What was formed in forward needs nothing of the teacher any more: its rows may be overwritten before backward.
         ctx.formed = (outcome.dx, wanted.dw_VH, wanted.dbias_V) if in_forward else None
-        ctx.student = None if in_forward else student
+        ctx.again = None if in_forward else (problem, student)
         kept = outcome.kd_N.new_zeros(0) if outcome.student_kept_N is None else outcome.student_kept_N
         ctx.mark_non_differentiable(outcome.kd_N, outcome.ce_N, kept)
         ctx.set_materialize_grads(False)
@@ -142,16 +144,17 @@ class _FusedLinearKD(torch.autograd.Function):
             raise GradientContractError("fused_linear_kd: a second backward through one forward; the gradients are formed once and handed over. "
                                         "Call fused_linear_kd again, or use gradients='in_backward'")
         if ctx.formed is None:
-            wanted = _wanted(ctx.problem, ctx.dw, ctx.needs)
-            outcome = run_windows(replace(ctx.problem, weights_N=grad_N.contiguous()), ctx.student, wanted)
+            problem, student = ctx.again
+            wanted = _wanted(problem, ctx.dw, ctx.needs)
+            outcome = run_windows(replace(problem, weights_N=grad_N.contiguous()), student, wanted)
             dx, dw_VH, dbias, c = outcome.dx, wanted.dw_VH, wanted.dbias_V, grad_N.new_ones(())
         else:
             dx, dw_VH, dbias = ctx.formed
             ctx.formed = ()
-            c = _constant(grad_N, ctx.problem.weights_N, ctx.problem.flags)
+            c = _constant(grad_N, ctx.weights_N, ctx.flags)
             dx = None if dx is None else dx.mul_(c)
-        head_grad = None if dw_VH is None else ctx.dw.deliver(dw_VH, c, ctx.problem.head_VH.dtype)
-        bias_grad = None if dbias is None else (dbias * c).to(ctx.bias_dtype)
+        head_grad = None if dw_VH is None else ctx.dw.deliver(dw_VH, c, ctx.dtypes[0])
+        bias_grad = None if dbias is None else (dbias * c).to(ctx.dtypes[1])
         return (dx, head_grad, bias_grad, *nothing[3:])
 
 

@@ -42,14 +42,14 @@ def divergence_reference(log_p, log_q, name: str, *, beta: float = 0.5, skew: fl
 
 def top_k_outcomes(log_q_NV, ids_NK, log_probs_NK, tail_N, mode: str):
     """(log_p, log_q) on the outcomes that `mode` compares: K + 1, K renormalised, or the K as they are."""
-    log_p, log_q = log_probs_NK.double(), log_q_NV.gather(1, ids_NK)
+    log_p, log_q = log_probs_NK.to(log_q_NV.dtype), log_q_NV.gather(1, ids_NK)
     if mode == "renormalise":
         return log_p - log_p.logsumexp(1, keepdim=True), log_q - log_q.logsumexp(1, keepdim=True)
     if mode == "none":
         return log_p, log_q
     outside = torch.ones_like(log_q_NV, dtype=torch.bool).scatter(1, ids_NK, False)
     tail_q = (log_q_NV.exp() * outside).sum(1, keepdim=True)
-    return torch.cat([log_p, tail_N.double()[:, None].log()], 1), torch.cat([log_q, tail_q.log()], 1)
+    return torch.cat([log_p, tail_N.to(log_q.dtype)[:, None].log()], 1), torch.cat([log_q, tail_q.log()], 1)
 
 
 def kd_reference(log_p, log_q, objective):
