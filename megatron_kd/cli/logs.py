@@ -25,6 +25,8 @@ def to_file(path: Path | None) -> Iterator[TextIO]:
     _flush()
     os.dup2(log, 1), os.dup2(log, 2)
     os.close(log)
+    with contextlib.suppress(AttributeError):  # a test runner's stand-in for stdout cannot be reconfigured
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         yield terminal
     finally:

@@ -1,0 +1,122 @@
+"""The program: dispatch, errors as exit codes, logs, history and report."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_kd.cli import logs
+from megatron_kd.cli.allocations import TrackedAllocations
+from megatron_kd.cli.history import History
+from megatron_kd.cli.loss_memory import measure
+from megatron_kd.cli.main import COMMANDS, main
+from megatron_kd.cli.report import summary, table, write
+from megatron_kd.config.load import build
+from megatron_kd.vocab import VocabSpec
+
+RECIPE = {"name": "x", "output_dir": "out/x", "device": "cpu", "student": {"model": "s"}, "teacher": {"model": "t"}, "train": {"iters": 3}}
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+
+
+def test_unknown_command_is_a_usage_error_that_lists_the_known_ones(capsys):
+    assert main(["trian"]) == 2
+    assert "'trian'" in (text := capsys.readouterr().err) and "train" in text
+
+
+def test_package_error_becomes_one_line_and_exit_code_1(capsys):
+    assert main(["train", "nowhere.yaml"]) == 1
+    assert capsys.readouterr().err.startswith("ConfigError: recipe = 'nowhere.yaml'")
+
+
+def test_layout_that_needs_more_ranks_is_refused_before_anything_is_built(tmp_path, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    path = tmp_path / "r.yaml"
+    path.write_text(json.dumps(RECIPE))
+    assert main(["train", str(path), "student.layout.tp=3"]) == 1
+    assert "world_size = 1" in (text := capsys.readouterr().err) and "3" in text
+
+
+def test_dispatcher_imports_no_torch():
+    code = "import sys; sys.modules['torch'] = None; from megatron_kd.cli.main import main; sys.exit(main(['--version']))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+def test_redirected_output_lands_in_the_file_and_the_terminal_stays_reachable(tmp_path):
+    path = tmp_path / "a" / "rank0.log"
+    code = ("import os, sys; from pathlib import Path; from megatron_kd.cli import logs\n"
+            "with logs.to_file(Path(sys.argv[1])) as terminal:\n"
+            "    print('from python'); os.write(2, b'from C\\n'); terminal.write('for a person\\n')\n"
+            "print('after')")
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("after\n", "for a person\n")
+    assert path.read_text() == "from python\nfrom C\n" and logs.last_lines(path, 1) == "from C"
+
+
+def test_history_of_a_resumed_run_drops_steps_that_will_be_repeated(tmp_path):
+    first = History.open(tmp_path / "h.jsonl", 0)
+    first.add_evaluation(0, {"kd loss": 9.0})
+    for step in range(4):
+        first.add_step(step, seconds=2.0, tokens=100, metrics={"kd loss": 8.0 - step})
+    resumed = History.open(tmp_path / "h.jsonl", 2)
+    assert list(resumed.steps) == [0, 1] and list(resumed.evaluations) == [0]
+    resumed.add_step(2, seconds=2.0, tokens=100, metrics={"kd loss": 5.5})
+    again = History.open(tmp_path / "h.jsonl", 3)
+    assert [r["kd loss"] for r in again.steps.values()] == [8.0, 7.0, 5.5] and again.tokens_per_s() == 50.0
+
+
+def test_summary_table_and_curve_state_held_out_change(tmp_path):
+    history = History.open(tmp_path / "h.jsonl", 0)
+    history.add_evaluation(0, {"kd loss": 8.0, "ce loss": 9.0})
+    history.add_step(0, seconds=4.0, tokens=100, metrics={"kd loss": 7.0, "ce loss": 8.0})
+    history.add_evaluation(1, {"kd loss": 6.0, "ce loss": 7.0})
+    result = summary(build(RECIPE), history, layout="tp=1 dp=1", wall_s=12.0, memory=None)
+    assert (result["heldout_kl_before"], result["heldout_kl_after"], result["heldout_ce_before"], result["heldout_ce_after"]) == (8.0, 6.0, 9.0, 7.0)
+    assert (result["tokens_per_s"], result["placement"], result["layout"], result["wall_s"]) == (25.0, "colocated", "tp=1 dp=1", 12.0)
+    assert "heldout_kl_before" not in summary(build(RECIPE, ["loss.temperature=2"]), history, layout="", wall_s=1.0, memory=None), "at T=2 the divergence is no KL of the models"
+    cells = [cell for column in table(result).columns for cell in column.cells]
+    assert "-25.0%" in cells
+    paths = write(tmp_path / "out", result, history)
+    assert json.loads(paths[0].read_text()) == result and paths[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_tracked_allocations_count_what_lives_at_once():
+    with TrackedAllocations() as seen:
+        a = torch.zeros(1000)
+        b = a.view(10, 100) + 1  # the view is free, the sum is not
+        del a
+        c = torch.zeros(500)
+        c.add_(1)
+    assert (seen.peak_bytes, seen.live_bytes, seen.largest_bytes) == (8000, 6000, 4000)
+    del b, c
+
+
+def test_measured_memory_compares_two_losses_that_agree():
+    vocab = VocabSpec(true_size=4000, student_padded=4096, teacher_padded=4000)
+    memory = measure(num_rows=512, student_width=32, teacher_width=32, vocab=vocab, dtype=torch.float32, kd_weight=0.9, ce_weight=0.1, window_rows=32, group=None)
+    assert memory.relative_difference < 1e-5
+    assert memory.dense_peak_bytes >= 2 * 512 * 4000 * 4, "dense holds both models' logits"
+    assert memory.fused_peak_bytes < memory.dense_peak_bytes / 8
+
+
+@pytest.mark.parametrize("wrong", ["labels", "direction"])
+def test_measured_memory_would_notice_losses_that_differ(monkeypatch, wrong):
+    import megatron_kd.cli.loss_memory as module
+
+    dense = module.dense_kd
+    if wrong == "labels":
+        monkeypatch.setattr(module, "dense_kd", lambda s, h, t, g, labels, **k: dense(s, h, t, g, (labels + 1) % 4000, **k))
+    else:
+        monkeypatch.setattr(module, "dense_kd", lambda s, h, t, g, labels, **k: dense(t.requires_grad_(), g.requires_grad_(), s, h, labels, **k))
+    vocab = VocabSpec(true_size=4000, student_padded=4096, teacher_padded=4000)
+    memory = measure(num_rows=64, student_width=32, teacher_width=32, vocab=vocab, dtype=torch.float32, kd_weight=0.9, ce_weight=0.1, window_rows=32, group=None)
+    assert memory.relative_difference > 1e-4
