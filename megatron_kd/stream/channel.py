@@ -61,6 +61,10 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+class PeerClosed(TransferFailed):
+    """The peer's end is closed: its process ended or hung up (a cut network or a stopped process looks different: silence)."""
+
+
 class Channel:
     """One authenticated connection. `send` is safe from several threads; `receive` belongs to one.
 
@@ -298,10 +302,12 @@ def _receive_exact(sock: socket.socket, size: int, deadline_s: float, *, partial
                     return None
                 raise
             if not chunk:
-                raise TransferFailed("the peer closed the connection")
+                raise PeerClosed("the peer closed the connection")
             data += chunk
             if len(data) < size and time.monotonic() >= deadline_s:
                 raise TimeoutError(f"{len(data)} of {size} bytes before the deadline")
+    except ConnectionResetError as e:
+        raise PeerClosed("the peer reset the connection") from e
     except (OSError, ValueError) as e:
         raise TransferFailed(f"receiving failed: {e}") from e
     return bytes(data)

@@ -68,7 +68,7 @@ class Ring:
         slot.landed_rows.clear()
         return slot
 
-    def land(self, seq: int, generation: int, teacher_rank: int, num_rows: int, num_parts: int) -> bool:
+    def land(self, seq: int, teacher_rank: int, num_rows: int, num_parts: int) -> bool:
         """A checked part is in the slot of `seq`; True when it was the last one (POSTED -> READY). The caller has asked `is_current`."""
         slot = self.slot_of(seq)
         slot.landed_rows[teacher_rank] = num_rows

@@ -4,13 +4,13 @@ Imports no torch. Every function counts exactly what the named code allocates or
 """
 
 ROW_ALIGN_BYTES = 16
-_ELEMENT_BYTES = {"bfloat16": 2, "float8_e4m3": 1}
+_ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp8": 1}
 WIRE_DTYPES = tuple(_ELEMENT_BYTES)
 
 
-def row_bytes(hidden_size: int, wire_dtype: str = "bfloat16") -> int:
+def row_bytes(hidden_size: int, wire_dtype: str = "bf16") -> int:
     """Bytes of one row in a slot: H elements, for fp8 a float32 scale after them, rounded up to 16."""
-    used = hidden_size * _ELEMENT_BYTES[wire_dtype] + (4 if wire_dtype == "float8_e4m3" else 0)
+    used = hidden_size * _ELEMENT_BYTES[wire_dtype] + (4 if wire_dtype == "fp8" else 0)
     return -(-used // ROW_ALIGN_BYTES) * ROW_ALIGN_BYTES
 
 
@@ -20,7 +20,7 @@ def slot_rows(b: int, s: int, *, tp: int, cp: int, spread: bool = True) -> int:
     return -(-rows // tp) if spread else rows
 
 
-def slot_bytes(b: int, s: int, hidden_size: int, *, tp: int = 1, cp: int = 1, spread: bool = True, wire_dtype: str = "bfloat16") -> int:
+def slot_bytes(b: int, s: int, hidden_size: int, *, tp: int = 1, cp: int = 1, spread: bool = True, wire_dtype: str = "bf16") -> int:
     """Bytes of one slot on one student rank."""
     return slot_rows(b, s, tp=tp, cp=cp, spread=spread) * row_bytes(hidden_size, wire_dtype)
 
@@ -30,7 +30,7 @@ def ring_bytes(depth: int, **slot) -> int:
     return depth * slot_bytes(slot.pop("b"), slot.pop("s"), slot.pop("hidden_size"), **slot)
 
 
-def staging_bytes(b: int, s: int, hidden_size: int, *, tp: int = 1, wire_dtype: str = "bfloat16", student_tp: int = 1, spread: bool = True) -> int:
+def staging_bytes(b: int, s: int, hidden_size: int, *, tp: int = 1, wire_dtype: str = "bf16", student_tp: int = 1, spread: bool = True) -> int:
     """Bytes of a teacher rank's registered send buffer: the largest share of one micro-batch that it may have to send.
 
     Under sequence parallelism or shared sending a rank sends 1/tp of the rows; without spread once per student tp rank.
@@ -39,7 +39,7 @@ def staging_bytes(b: int, s: int, hidden_size: int, *, tp: int = 1, wire_dtype: 
     return (-(-b * s // tp) + student_tp) * copies * row_bytes(hidden_size, wire_dtype)
 
 
-def wire_payload_bytes(num_rows: int, hidden_size: int, *, wire_dtype: str = "bfloat16", student_tp: int = 1, spread: bool = True) -> int:
+def wire_payload_bytes(num_rows: int, hidden_size: int, *, wire_dtype: str = "bf16", student_tp: int = 1, spread: bool = True) -> int:
     """Bytes of rows that cross to one student replica for `num_rows` asked rows: what the counters of both sides must show."""
     return num_rows * (1 if spread else student_tp) * row_bytes(hidden_size, wire_dtype)
 

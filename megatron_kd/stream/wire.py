@@ -1,7 +1,8 @@
 """The wire: what both sides must agree on, and the byte forms of requests, of rows and of the header of each part.
 
 Version and fingerprint are read before anything else: `Agreement` at the handshake (every field, refused with both values), its
-64-bit digest in each part's header. Rows are bfloat16, never float16; float8_e4m3 with a float32 scale per row is a choice.
+64-bit digest in each part's header. Rows are bfloat16 ("bf16"), never float16; "fp32" serves an fp32 teacher on the CPU, "fp8" is
+float8_e4m3 with a float32 scale per row.
 
 Shape letters: N rows of the micro-batch, P rows of one part, H hidden width, R bytes of one row in a slot.
 """
@@ -17,12 +18,14 @@ import xxhash
 from megatron_kd.errors import FingerprintMismatch, RowsMismatch, TransferFailed, WireError, WireVersionMismatch, rule
 from megatron_kd.rows import TokenBlock, token_hash
 from megatron_kd.stream.channel import WIRE_VERSION
+from megatron_kd.stream.route import Side
 from megatron_kd.stream.sizes import row_bytes
 
 CHECKSUMS = ("none", "xxh3", "sum64")
 _PART = struct.Struct("<2sHQQQQIHHIIBH")
 _PART_MAGIC = b"KP"
 _FP8_MAX = 448.0
+_PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +38,8 @@ class Agreement:
     """Canonical text of soft-capping, scale and bias of the teacher's head."""
     hidden_size: int
     """H_t, elements a row."""
-    wire_dtype: str = "bfloat16"
-    """"bfloat16" or "float8_e4m3"."""
+    wire_dtype: str = "bf16"
+    """"bf16", "fp32" or "fp8"."""
 
     def check(self, other: "Agreement", peer: str) -> None:
         """FingerprintMismatch naming the first field in which `other`, announced by `peer`, differs, with both values."""
@@ -44,6 +47,10 @@ class Agreement:
             theirs = getattr(other, name)
             if theirs != ours:
                 raise FingerprintMismatch(rule(f"{name} of {peer}", theirs, f"must be ours, {ours!r}", "Start both sides from the same recipe and checkpoint"))
+
+    def as_dict(self) -> dict:
+        """Plain values for a message."""
+        return asdict(self)
 
     @property
     def digest(self) -> int:
@@ -119,14 +126,21 @@ class Request:
     lane: int
     block: TokenBlock
     grants: tuple[Grant, ...]
-    session: str = ""
-    """Set by the teacher: the student replica that asks."""
+    student: Side = field(default_factory=Side)
+    """Layout of the student replica, for the route."""
+    spread: bool = True
+    """RoutePlan.spread."""
+    checksum_kind: str = "xxh3"
+    """What the sender puts into the part headers."""
+    session: int = 0
+    """Set by the teacher: which of its student connections asked."""
 
     def encode(self) -> dict:
         """A channel message."""
         block = self.block
         meta = {"t": "ask", "seq": self.seq, "lane": self.lane, "shape": list(block.tokens_bs.shape), "step": block.step, "micro_batch": block.micro_batch,
                 "mode": block.mode, "hash": block.hash, "grants": [[g.student_rank, g.generation] for g in self.grants], "session": self.session,
+                "student": self.student.as_dict(), "spread": self.spread, "checksum": self.checksum_kind,
                 "positions": block.position_ids_bs is not None, "packed": block.cu_seqlens is not None}
         blobs = [_int32(block.tokens_bs, "token ids"), np.packbits((block.loss_mask_bs != 0).reshape(-1).numpy()).tobytes()]
         blobs += [_int32(block.position_ids_bs, "position ids")] if meta["positions"] else []
@@ -146,7 +160,8 @@ class Request:
             grants = tuple(Grant(student_rank=r, generation=g, descriptor=d) for (r, g), d in zip(message["grants"], blobs, strict=True))
             block = TokenBlock(tokens_bs=tokens, loss_mask_bs=mask, position_ids_bs=positions, cu_seqlens=cu_seqlens, step=message["step"],
                                micro_batch=message["micro_batch"], mode=message["mode"], hash=message["hash"])
-            request = cls(seq=message["seq"], lane=message["lane"], block=block, grants=grants, session=message["session"])
+            request = cls(seq=message["seq"], lane=message["lane"], block=block, grants=grants, session=message["session"], student=Side(**message["student"]),
+                          spread=message["spread"], checksum_kind=message["checksum"])
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as e:
             raise WireError(f"malformed request: {type(e).__name__}: {e}") from e
         found = token_hash(tokens, cu_seqlens)
@@ -156,10 +171,11 @@ class Request:
 
 
 def encode_rows(hidden_PH: torch.Tensor, out_PR: torch.Tensor, wire_dtype: str) -> None:
-    """Write rows into staging, uint8 [P, R]: bfloat16, or fp8 with the row's scale = max|row| / 448 behind it."""
-    num_rows, hidden = hidden_PH.shape
-    if wire_dtype == "bfloat16":
-        out_PR[:, :hidden * 2].view(torch.bfloat16).copy_(hidden_PH)
+    """Write rows into staging, uint8 [P, R]: plain elements, or fp8 with the row's scale = max|row| / 448 behind it."""
+    hidden = hidden_PH.shape[1]
+    if wire_dtype in _PLAIN:
+        dtype = _PLAIN[wire_dtype]
+        out_PR[:, :hidden * dtype.itemsize].view(dtype).copy_(hidden_PH)
         return
     scale_P = hidden_PH.abs().amax(dim=1).float().clamp_min(1e-12) / _FP8_MAX
     out_PR[:, :hidden].view(torch.float8_e4m3fn).copy_(hidden_PH.float() / scale_P[:, None])
@@ -167,9 +183,9 @@ def encode_rows(hidden_PH: torch.Tensor, out_PR: torch.Tensor, wire_dtype: str) 
 
 
 def decode_rows(slot_PR: torch.Tensor, hidden: int, wire_dtype: str) -> torch.Tensor:
-    """bfloat16 [P, H]: a view of the slot for bfloat16, a new tensor for fp8."""
-    if wire_dtype == "bfloat16":
-        return slot_PR.view(torch.bfloat16)[:, :hidden]
+    """[P, H]: a view of the slot for plain rows, a new bfloat16 tensor for fp8."""
+    if wire_dtype in _PLAIN:
+        return slot_PR.view(_PLAIN[wire_dtype])[:, :hidden]
     scale_P1 = slot_PR[:, hidden:hidden + 4].contiguous().view(torch.float32)
     return (slot_PR[:, :hidden].view(torch.float8_e4m3fn).float() * scale_P1).bfloat16()
 

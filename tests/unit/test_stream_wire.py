@@ -48,7 +48,7 @@ def test_runs_that_do_not_add_up_are_refused():
         PartHeader.unpack(header(num_rows=6).pack(), AGREED.digest)
 
 
-@pytest.mark.parametrize("name,value", [("fingerprint", "cd" * 16), ("head_transform", "softcap=30.0"), ("hidden_size", 12), ("wire_dtype", "float8_e4m3")])
+@pytest.mark.parametrize("name,value", [("fingerprint", "cd" * 16), ("head_transform", "softcap=30.0"), ("hidden_size", 12), ("wire_dtype", "fp8")])
 def test_agreement_names_the_field_and_both_values(name, value):
     other = dataclasses.replace(AGREED, **{name: value})
     with pytest.raises(FingerprintMismatch) as e:
@@ -84,25 +84,26 @@ def test_request_with_another_hash_or_missing_parts_is_refused():
 
 
 @pytest.mark.parametrize("hidden", [10, 64])  # 10: rows need padding to 16 bytes; 64: none
-def test_bfloat16_rows_are_bitwise_and_a_view(hidden):
-    rows = torch.randn(6, hidden, dtype=torch.bfloat16) * 1e5  # beyond float16's range
-    slot = torch.full((6 * sizes.row_bytes(hidden),), 255, dtype=torch.uint8)
-    wire.encode_rows(rows, wire.as_rows(slot, 6, hidden, "bfloat16"), "bfloat16")
-    got = wire.decode_rows(wire.as_rows(slot, 6, hidden, "bfloat16"), hidden, "bfloat16")
+@pytest.mark.parametrize("wire_dtype,dtype", [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_plain_rows_are_bitwise_and_a_view(hidden, wire_dtype, dtype):
+    rows = torch.randn(6, hidden, dtype=dtype) * 1e5  # beyond float16's range
+    slot = torch.full((6 * sizes.row_bytes(hidden, wire_dtype),), 255, dtype=torch.uint8)
+    wire.encode_rows(rows, wire.as_rows(slot, 6, hidden, wire_dtype), wire_dtype)
+    got = wire.decode_rows(wire.as_rows(slot, 6, hidden, wire_dtype), hidden, wire_dtype)
     assert torch.equal(got, rows) and got.data_ptr() == slot.data_ptr()
 
 
 def test_fp8_rows_keep_each_row_within_an_eighth_of_its_mantissa_step():
     rows = torch.randn(50, 96, dtype=torch.bfloat16) * torch.logspace(-6, 6, 50)[:, None].bfloat16()
     rows[3] = 0
-    slot = torch.empty(50 * sizes.row_bytes(96, "float8_e4m3"), dtype=torch.uint8)
-    view = wire.as_rows(slot, 50, 96, "float8_e4m3")
-    wire.encode_rows(rows, view, "float8_e4m3")
-    got = wire.decode_rows(view, 96, "float8_e4m3").float()
+    slot = torch.empty(50 * sizes.row_bytes(96, "fp8"), dtype=torch.uint8)
+    view = wire.as_rows(slot, 50, 96, "fp8")
+    wire.encode_rows(rows, view, "fp8")
+    got = wire.decode_rows(view, 96, "fp8").float()
     largest = rows.float().abs().amax(1, keepdim=True)
     assert torch.all((got - rows.float()).abs() <= rows.float().abs() / 14 + largest * 2.0**-17)  # e4m3: half of 2^-3, then bfloat16's; subnormals below
     assert torch.equal(got[3], torch.zeros(96))
-    assert sizes.row_bytes(96, "float8_e4m3") == 112 < sizes.row_bytes(96)
+    assert sizes.row_bytes(96, "fp8") == 112 < sizes.row_bytes(96)
 
 
 @pytest.mark.parametrize("kind", ["xxh3", "sum64"])
@@ -119,7 +120,7 @@ def test_checksum_sees_one_flipped_bit_and_two_exchanged_rows(kind):
 
 def test_a_part_with_another_hash_count_or_content_is_refused_with_both_values():
     slot = torch.arange(9 * 32, dtype=torch.int64).to(torch.uint8)
-    rows = wire.as_rows(slot, 9, 10, "bfloat16")
+    rows = wire.as_rows(slot, 9, 10, "bf16")
     good = header(checksum=wire.checksum([rows[0:2], rows[6:9]], "xxh3"))
     wire.verify_part(good, slot, AGREED, hash_=good.hash, total_rows=9, source="A")
     with pytest.raises(RowsMismatch, match="0x8000000000000001.*0x11"):
@@ -138,4 +139,4 @@ def test_sizes_by_hand():
     assert sizes.slot_bytes(1, 8192, 2880, tp=4, cp=2) == 1024 * 5760
     assert sizes.ring_bytes(3, b=2, s=100, hidden_size=8, tp=3) == 3 * 67 * 16
     assert sizes.wire_payload_bytes(1000, 2880) == 5_760_000 == sizes.wire_payload_bytes(1000, 2880, student_tp=2, spread=False) // 2
-    assert np.isclose(sizes.row_bytes(2880, "float8_e4m3") / sizes.row_bytes(2880), 0.5, atol=0.01)
+    assert np.isclose(sizes.row_bytes(2880, "fp8") / sizes.row_bytes(2880), 0.5, atol=0.01)

@@ -1,0 +1,335 @@
+"""Receiver: one student rank's end of the stream, and the source that the training loop sees.
+
+`post(block)` opens a slot (or queues the block until one is free), `take(block)` waits for its rows, `release(block)` gives the
+slot back; blocks of one mode are taken in the order posted. Every rank of a replica posts the same blocks, so slots and numbers
+agree without a collective; rank 0 asks (asker.py), the others report to it. A thread collects what teachers have written.
+
+Owns the rings (one a mode, made at its first block) and the one lock of this process's stream.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_kd import errors
+from megatron_kd.errors import KDError, TeacherError, TeacherLost, TeacherStalled, WireError, rule
+from megatron_kd.rows import RowBlock, TokenBlock
+from megatron_kd.stream import health, rendezvous, sizes, wire
+from megatron_kd.stream.asker import Asker
+from megatron_kd.stream.channel import connect
+from megatron_kd.stream.ring import Ring, State
+from megatron_kd.stream.route import RoutePlan, Side
+from megatron_kd.stream.session import Session
+from megatron_kd.stream.spec import StudentSpec
+from megatron_kd.stream.transport import Inbox
+from megatron_kd.stream.wire import Agreement, PartHeader
+
+_LANES = {"train": 0, "eval": 1}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Posted:
+    block: TokenBlock
+    row_ids_N: torch.Tensor
+    """Row ids that land on this rank."""
+    opened: bool = False
+
+
+class _Lane:
+    """Blocks of one mode, by number; the ring comes with the first."""
+
+    def __init__(self):
+        self.ring: Ring | None = None
+        self.blocks: dict[int, _Posted] = {}
+        self.seq_of: dict[tuple, int] = {}
+        self.next_seq = 0
+        self.capacity_rows = 0
+
+
+class Receiver:
+    """Errors of the constructor: ConfigError, MissingDependency, TeacherStalled (no rendezvous). Close it, or use `with`."""
+
+    def __init__(self, spec: StudentSpec, inbox: Inbox):
+        self._spec, self._inbox = spec, inbox
+        self._plan = RoutePlan(student=spec.side, teacher=Side(), spread=spec.spread)
+        self.lock = threading.Condition(threading.RLock())
+        self.counters = health.Counters()
+        self._interval = health.Interval(self.counters)
+        self._lanes = (_Lane(), _Lane())
+        self._releasing: list[tuple[int, int, torch.cuda.Event | None]] = []
+        self._failure: KDError | None = None
+        self.agreement: Agreement | None = None
+        self._closed = False
+        self._asker: Asker | None = None
+        self._link: Session | None = None
+        if spec.rank == 0:
+            self._asker = Asker(spec, self, self.counters)
+        else:
+            self._link = self._connect_to_asker()
+        self._poller = threading.Thread(target=self._poll_loop, name="kd-poll", daemon=True)
+        self._poller.start()
+
+    # ---- what the training loop calls
+
+    def post(self, block: TokenBlock) -> None:
+        """Announce a block; never waits. Its slot opens at once or as soon as the block `ring_depth` before it is released."""
+        b, s = block.tokens_bs.shape
+        row_ids_N = block.row_ids_N
+        cu_seqlens = None if block.cu_seqlens is None else block.cu_seqlens.cpu().numpy()
+        index_P = self._plan.received(row_ids_N.numpy(), s, cu_seqlens)[self._spec.rank]
+        with self.lock:
+            self._raise_failure()
+            lane = self._lanes[_LANES[block.mode]]
+            if lane.ring is None:
+                lane.capacity_rows = self._plan.slot_rows(b, s)
+                lane.ring = Ring(self._inbox, depth=self._spec.ring_depth, device=self._spec.device,
+                                 slot_bytes=max(1, lane.capacity_rows) * sizes.row_bytes(self._spec.hidden_size, self._spec.wire_dtype))
+            if len(index_P) > lane.capacity_rows:
+                raise WireError(rule("rows of a block", len(index_P), f"must fit the slot of {lane.capacity_rows} rows, sized by the first {block.mode} block",
+                                     "Keep the micro-batch size constant"))
+            lane.blocks[lane.next_seq] = _Posted(block=block, row_ids_N=row_ids_N[torch.from_numpy(np.ascontiguousarray(index_P))])
+            lane.seq_of[block.key] = lane.next_seq
+            lane.next_seq += 1
+            self._open_slots(_LANES[block.mode])
+
+    def take(self, block: TokenBlock) -> RowBlock:
+        """The rows of a posted block that belong to this rank, ascending in row id, as a view of the slot (valid until `release`).
+
+        Errors: TeacherStalled at the deadline, naming who was waited for; TeacherLost and others that the stream met.
+        """
+        deadline = time.monotonic() + self._spec.deadline_s
+        began = time.monotonic()
+        with self.lock:
+            lane, seq, posted = self._find(block)
+            slot = lane.ring.slot_of(seq)
+            self.counters.ready_slot_sum += lane.ring.count(State.READY)
+            while not (slot.seq == seq and slot.state is State.READY):
+                self._raise_failure()
+                if not self.lock.wait(min(1.0, max(0.0, deadline - time.monotonic()))) and time.monotonic() >= deadline:
+                    raise TeacherStalled(f"micro-batch {block.key}: no rows after {self._spec.deadline_s} s; {self._describe(seq, slot)}")
+            lane.ring.hold(seq)
+            self.counters.wait_s += time.monotonic() - began
+            self.counters.blocks_taken += 1
+            num_rows = posted.row_ids_N.numel()
+            rows_PR = wire.as_rows(slot.buffer, num_rows, self._spec.hidden_size, self._spec.wire_dtype)
+            return RowBlock(hidden_NH=wire.decode_rows(rows_PR, self._spec.hidden_size, self._spec.wire_dtype), row_ids_N=posted.row_ids_N, hash=block.hash)
+
+    def release(self, block: TokenBlock) -> None:
+        """Give a taken block's slot back: at once on the CPU; on a GPU when the kernels queued so far on the current stream, which may
+        still read the rows, have run."""
+        event = None
+        if self._spec.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._spec.device))
+        with self.lock:
+            lane, seq, _ = self._find(block)
+            del lane.blocks[seq], lane.seq_of[block.key]
+            self._releasing.append((_LANES[block.mode], seq, event))
+            self._finish_releases()
+
+    def metrics(self) -> dict[str, float]:
+        """Values since the last call; see health.Interval.report."""
+        with self.lock:
+            alive = len(self._asker.teachers) if self._asker is not None else 0
+            quarantined = sum(lane.ring.num_quarantined for lane in self._lanes if lane.ring is not None)
+            return self._interval.report(time.monotonic(), depth=self._spec.ring_depth, replicas_alive=alive, quarantined_slots=quarantined)
+
+    def close(self) -> None:
+        """Leave the stream: teachers drop what they have of ours and wait for the next student."""
+        if self._closed:
+            return
+        self._closed = True
+        self._poller.join(5)
+        if self._asker is not None:
+            self._asker.close()
+        if self._link is not None:
+            self._link.close(flush_s=1.0)
+        with self.lock:
+            for lane in self._lanes:
+                if lane.ring is not None:
+                    lane.ring.close()
+            self._inbox.close()
+            self.lock.notify_all()
+
+    def wait_for_teachers(self, num_replicas: int = 1) -> None:
+        """Block until so many replicas have joined (rank 0; others return at once). Errors: TeacherStalled at the join deadline."""
+        if self._asker is None:
+            return
+        deadline = time.monotonic() + self._spec.join_deadline_s
+        with self.lock:
+            while len(self._asker.teachers) < num_replicas:
+                self._raise_failure()
+                if not self.lock.wait(min(1.0, max(0.0, deadline - time.monotonic()))) and time.monotonic() >= deadline:
+                    raise TeacherStalled(f"{len(self._asker.teachers)} of {num_replicas} teacher replicas joined within {self._spec.join_deadline_s} s; {self._asker.describe()}")
+
+    def __enter__(self) -> "Receiver":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory of all rings, quarantine included."""
+        return sum(lane.ring.allocated_bytes for lane in self._lanes if lane.ring is not None)
+
+    @property
+    def refused(self) -> int:
+        """Connections and joins that were refused on this rank's listener."""
+        return 0 if self._asker is None else self._asker.refused + self.counters.refused_joins
+
+    # ---- what the asker calls, under the lock
+
+    def agree(self, agreement: Agreement) -> None:
+        """What the replica's first teacher and the student agreed on."""
+        self.agreement = agreement
+
+    def fail(self, error: KDError) -> None:
+        """End the stream with an error that `take` and `post` will raise, here and on the replica's other ranks."""
+        if self._failure is None:
+            self._failure = error
+            if self._asker is not None:
+                self._asker.broadcast_failure(error)
+            self.lock.notify_all()
+
+    def local_revoke(self, lane_index: int, seq: int, owner: str) -> tuple[int, bytes] | None:
+        """Revoke the slot of `seq`; its new (generation, descriptor), or None where nothing is owed."""
+        ring = self._lanes[lane_index].ring
+        try:
+            if not ring.revoke(seq, owner):
+                return None
+        except TeacherLost as e:
+            self.fail(e)
+            return None
+        slot = ring.slot_of(seq)
+        return slot.generation, slot.descriptor
+
+    def local_absolve(self, owner: str) -> None:
+        """Free what is quarantined because of `owner`."""
+        for lane in self._lanes:
+            if lane.ring is not None:
+                lane.ring.absolve(owner)
+
+    # ---- inside
+
+    def _finish_releases(self) -> None:
+        """Free the slots whose readers have run, in order."""
+        while self._releasing and (self._releasing[0][2] is None or self._releasing[0][2].query()):
+            lane_index, seq, _ = self._releasing.pop(0)
+            self._lanes[lane_index].ring.release(seq)
+            self._open_slots(lane_index)
+
+    def _find(self, block: TokenBlock) -> tuple[_Lane, int, _Posted]:
+        lane = self._lanes[_LANES[block.mode]]
+        seq = lane.seq_of.get(block.key)
+        if seq is None:
+            raise WireError(rule("block", block.key, "was not posted, or is released", "Post every block before taking it"))
+        return lane, seq, lane.blocks[seq]
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise TeacherError("the stream is closed")
+
+    def _open_slots(self, lane_index: int) -> None:
+        """Open slots for queued blocks, in order, as far as they are free."""
+        lane = self._lanes[lane_index]
+        for seq in sorted(lane.blocks):
+            posted = lane.blocks[seq]
+            if posted.opened:
+                continue
+            slot = lane.ring.post(seq)
+            if slot is None:
+                return
+            posted.opened = True
+            num_rows = posted.row_ids_N.numel()
+            self.counters.rows_asked += num_rows
+            if num_rows == 0:
+                lane.ring.ready(seq)
+                self.lock.notify_all()
+            grant = slot.generation, slot.descriptor
+            if self._asker is not None:
+                self._asker.posted(0, lane_index, seq, posted.block.hash, num_rows, grant, posted.block)
+            else:
+                self._link.send({"t": "posted", "lane": lane_index, "seq": seq, "hash": posted.block.hash, "num_rows": num_rows, "generation": grant[0], "blobs": [grant[1]]})
+
+    def _poll_loop(self) -> None:
+        pause_s = 0.0
+        while not self._closed:
+            messages = self._inbox.poll()
+            for message in messages:
+                self._land(message)
+            if self._releasing:
+                with self.lock:
+                    self._finish_releases()
+            pause_s = 0.0 if messages else min(0.001, pause_s + 0.0001)
+            time.sleep(pause_s)
+
+    def _land(self, message: bytes) -> None:
+        """Check one part that a teacher has written and put it into the books; what is wrong ends the stream."""
+        try:
+            with self.lock:
+                if self.agreement is None:
+                    raise WireError("rows came before any teacher had joined")
+                header = PartHeader.unpack(message, self.agreement.digest)
+                lane = self._lanes[header.lane]
+                if lane.ring is None or not lane.ring.is_current(header.seq, header.generation):
+                    self.counters.late_parts += 1
+                    return
+                posted, slot = lane.blocks[header.seq], lane.ring.slot_of(header.seq)
+                buffer = slot.buffer
+            wire.verify_part(header, buffer, self.agreement, hash_=posted.block.hash, total_rows=posted.row_ids_N.numel(), source=f"teacher rank {header.teacher_rank}")
+            with self.lock:
+                if not lane.ring.is_current(header.seq, header.generation):
+                    self.counters.late_parts += 1
+                    return
+                self.counters.rows_received += header.num_rows
+                self.counters.bytes_received += header.num_rows * sizes.row_bytes(self._spec.hidden_size, self._spec.wire_dtype)
+                if lane.ring.land(header.seq, header.teacher_rank, header.num_rows, header.num_parts):
+                    self.lock.notify_all()
+        except KDError as e:
+            with self.lock:
+                self.fail(e)
+                if self._link is not None:
+                    self._link.send({"t": "failed", "text": f"{type(e).__name__}: {e}", "lane": 0, "seq": 0})
+
+    def _describe(self, seq: int, slot) -> str:
+        here = f"block {seq} is {slot.state.value if slot.seq == seq else 'waiting for a slot'}, {sum(slot.landed_rows.values()) if slot.seq == seq else 0} rows are here"
+        return f"{here}; {self._asker.describe()}" if self._asker is not None else f"{here}; this rank does not ask, see the replica's rank 0"
+
+    def _connect_to_asker(self) -> Session:
+        spec = self._spec
+        address = rendezvous.find(spec.rendezvous, spec.token, spec.dp_rank, timeout_s=spec.join_deadline_s)
+        channel = connect(address, spec.token)
+        channel.send({"t": "join", "role": "peer", "rank": spec.rank})
+        session = Session(channel, "asker", send_timeout_s=30.0)
+        threading.Thread(target=self._follow_asker, args=(session,), name="kd-follow", daemon=True).start()
+        return session
+
+    def _follow_asker(self, session: Session) -> None:
+        """Messages of the asking rank to this one."""
+        try:
+            while True:
+                message = session.channel.receive(timeout_s=3600.0)
+                if message is None:
+                    continue
+                with self.lock:
+                    if message["t"] == "agree":
+                        self.agree(Agreement(**message["agreement"]))
+                    elif message["t"] == "revoke":
+                        grant = self.local_revoke(message["lane"], message["seq"], message["owner"])
+                        answer = {"t": "revoked", "lane": message["lane"], "seq": message["seq"], "generation": grant[0] if grant else 0}
+                        session.send({**answer, "blobs": [grant[1]] if grant else []})
+                    elif message["t"] == "absolve":
+                        self.local_absolve(message["owner"])
+                    elif message["t"] == "fail":
+                        kind = getattr(errors, message["error"], TeacherError)
+                        self.fail(kind(message["text"]))
+        except WireError as e:
+            with self.lock:
+                if not self._closed:
+                    self.fail(TeacherError(f"the asking rank of student replica {self._spec.dp_rank} is gone: {e}"))

@@ -1,0 +1,263 @@
+"""The stream on threads and loopback: order, layouts, losses of replicas, refusals, hostile peers."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron_kd.errors import FingerprintMismatch, RowsMismatch, TeacherError, TeacherLost, TeacherStalled, TransferFailed, UnsupportedLayout
+from megatron_kd.stream import sizes
+from megatron_kd.stream.loopback import Fabric
+from megatron_kd.stream.route import Side
+from tests.stream_peers import AGREED, HIDDEN, Stage, block, check_rows, rows_of
+
+
+def consume(receiver, blocks, ahead=3):
+    """Post `ahead` ahead, take and check all, in order."""
+    for i in range(len(blocks) + ahead):
+        if i < len(blocks):
+            receiver.post(blocks[i])
+        if i >= ahead:
+            want = blocks[i - ahead]
+            check_rows(receiver.take(want), want)
+            receiver.release(want)
+
+
+def test_rows_arrive_bitwise_in_order_and_bytes_are_the_closed_form():
+    with Stage() as stage, stage.teacher():
+        blocks = [block(i) for i in range(20)] + [block(20, density=0.0), block(21, density=1.1)]
+        consume(stage.ranks[0], blocks)
+        metrics = stage.ranks[0].metrics()
+        rows = sum(b.row_ids_N.numel() for b in blocks)
+        assert metrics["stream/rows_received"] == metrics["stream/rows_asked"] == rows
+        assert metrics["stream/bytes"] == sizes.wire_payload_bytes(rows, HIDDEN)
+        assert stage.ranks[0].allocated_bytes == sizes.ring_bytes(3, b=2, s=16, hidden_size=HIDDEN)
+
+
+# fan-out with remainder, context parallel both ways, teacher ranks that share and that replicate
+@pytest.mark.parametrize("side,teacher,spread", [(Side(tp=3), Side(tp=2), True), (Side(tp=2, cp=2), Side(cp=2, tp=2), True), (Side(cp=2, cp_order="contiguous"), Side(), True),
+                                                 (Side(tp=2), Side(tp=2), False)])
+def test_every_rank_of_a_replica_gets_its_rows(side, teacher, spread):
+    with Stage(side=side, spread=spread) as stage, stage.teacher(teacher=teacher):
+        for b in [block(i) for i in range(4)]:
+            for receiver in stage.ranks:
+                receiver.post(b)
+            got = [receiver.take(b) for receiver in stage.ranks]
+            for rows in got:
+                check_rows(rows, b)
+            ids = torch.cat([rows.row_ids_N for rows in (got if spread else got[::side.tp])])
+            assert torch.equal(ids.sort().values, b.row_ids_N)
+            for receiver in stage.ranks:
+                receiver.release(b)
+
+
+def test_evaluation_has_a_ring_of_its_own_while_training_blocks_wait():
+    with Stage() as stage, stage.teacher():
+        receiver = stage.ranks[0]
+        train, evals = [block(i) for i in range(3)], [block(i, mode="eval") for i in range(8)]
+        for b in train:
+            receiver.post(b)
+        consume(receiver, evals)
+        for b in train:
+            check_rows(receiver.take(b), b)
+            receiver.release(b)
+
+
+def test_packed_documents_and_positions_reach_the_teacher():
+    seen = []
+
+    def rows(b):
+        seen.append(b)
+        return rows_of(b)
+
+    packed = type(block(0))(tokens_bs=torch.arange(16)[None], loss_mask_bs=torch.ones(1, 16), cu_seqlens=torch.tensor([0, 4, 16], dtype=torch.int32),
+                            position_ids_bs=torch.cat([torch.arange(4), torch.arange(12)])[None], step=0, micro_batch=0)
+    with Stage(side=Side(cp=2)) as stage, stage.teacher(rows=rows):
+        for receiver in stage.ranks:
+            receiver.post(packed)
+        got = [receiver.take(packed) for receiver in stage.ranks]
+        assert [g.row_ids_N.tolist() for g in got] == [[0, 3, 4, 5, 6, 13, 14, 15], [1, 2, 7, 8, 9, 10, 11, 12]]
+        assert torch.equal(seen[0].position_ids_bs, packed.position_ids_bs) and torch.equal(seen[0].cu_seqlens, packed.cu_seqlens)
+
+
+def test_fp8_rows_arrive_within_their_step():
+    agreed = type(AGREED)(fingerprint=AGREED.fingerprint, head_transform="none", hidden_size=HIDDEN, wire_dtype="fp8")
+    with Stage(wire_dtype="fp8") as stage, stage.teacher(agreement=agreed):
+        b = block(1)
+        stage.ranks[0].post(b)
+        got, want = stage.ranks[0].take(b).hidden_NH.float(), rows_of(b).hidden_NH.float()
+        assert 0 < (got - want).abs().max() <= want.abs().max() / 14
+
+
+def test_requests_are_shared_by_replicas_and_a_polite_leave_loses_nothing():
+    served = {"A": 0, "B": 0}
+
+    def count(name):
+        def rows(b):
+            served[name] += 1
+            time.sleep(0.005)
+            return rows_of(b)
+        return rows
+
+    with Stage() as stage:
+        a, b = stage.teacher("A", rows=count("A")), stage.teacher("B", rows=count("B"))
+        receiver = stage.ranks[0]
+        receiver.wait_for_teachers(2)
+        consume(receiver, [block(i) for i in range(12)])
+        assert min(served.values()) >= 3
+        a.close()
+        before = served["A"]
+        consume(receiver, [block(i) for i in range(12, 20)])
+        assert served["A"] == before and receiver.counters.replicas_lost == 0 and receiver.metrics()["stream/replicas_alive"] == 1
+        b.close()
+
+
+def test_a_late_write_of_a_silent_replica_cannot_land_in_a_reused_slot():
+    """Replica A stalls in the middle of a write; B answers; A's write then ends, and neither rows nor memory in use change."""
+    reached, go = threading.Event(), threading.Event()
+    slow = {"on": True}
+
+    def on_write(piece, staging):
+        if slow["on"] and threading.current_thread() is a.thread:
+            slow["on"] = False
+            reached.set()
+            go.wait(20)
+
+    fabric = Fabric(on_write)
+    with Stage(fabric=fabric, on_loss="reroute", answer_deadline_s=0.6) as stage:
+        a = stage.teacher("A")
+        receiver = stage.ranks[0]
+        receiver.wait_for_teachers(1)
+        blocks = [block(i) for i in range(12)]
+        for x in blocks[:3]:
+            receiver.post(x)
+        assert reached.wait(5)
+        with stage.teacher("B"):
+            for i, x in enumerate(blocks):
+                check_rows(receiver.take(x), x)
+                if i == 6:
+                    assert receiver.metrics()["stream/quarantined_slots"] == 3
+                    go.set()
+                receiver.release(x)
+                if i + 3 < len(blocks):
+                    receiver.post(blocks[i + 3])
+            deadline = time.monotonic() + 5
+            while receiver.metrics()["stream/quarantined_slots"] and time.monotonic() < deadline:
+                time.sleep(0.05)  # A joins again once its write has ended, which frees what was quarantined because of it
+            assert receiver.metrics()["stream/quarantined_slots"] == 0
+            assert receiver.counters.reroutes == 3 and receiver.allocated_bytes == sizes.ring_bytes(3, b=2, s=16, hidden_size=HIDDEN)
+        a.close()
+
+
+def test_a_reroute_asks_only_for_the_ranks_that_have_no_rows_yet():
+    """A writes to rank 0, then dies before rank 1: rank 0 keeps its rows, rank 1 gets them from B, and both are right."""
+    calls = []
+
+    def on_write(piece, staging):
+        calls.append(threading.current_thread().name)
+        if threading.current_thread() is a.thread and len(calls) == 2:
+            raise TransferFailed("the link broke")
+
+    with Stage(side=Side(tp=2), fabric=Fabric(on_write), on_loss="reroute") as stage:
+        a = stage.teacher("A")
+        stage.ranks[0].wait_for_teachers(1)
+        b = block(5)
+        for receiver in stage.ranks:
+            receiver.post(b)
+        check_rows(stage.ranks[0].take(b), b)
+        deadline = time.monotonic() + 5
+        while a.publisher.num_students and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with stage.teacher("B"):
+            check_rows(stage.ranks[1].take(b), b)
+        a.close()
+
+
+def test_with_fail_the_loss_of_the_replica_ends_the_run_on_every_rank_and_names_it():
+    def rows(b):
+        if b.step == 2:
+            raise ValueError("out of memory in layer 7")
+        return rows_of(b)
+
+    with Stage(side=Side(tp=2)) as stage, stage.teacher("gpu-node-3", rows=rows):
+        for i in range(3):
+            for receiver in stage.ranks:
+                receiver.post(block(i))
+            for receiver in stage.ranks:
+                if i < 2:
+                    check_rows(receiver.take(block(i)), block(i))
+                    receiver.release(block(i))
+                else:
+                    with pytest.raises(TeacherLost, match="gpu-node-3.*out of memory in layer 7"):
+                        receiver.take(block(i))
+
+
+def test_a_wait_ends_at_its_deadline_and_says_for_whom():
+    with Stage(deadline_s=0.5, answer_deadline_s=5.0) as stage:
+        stage.ranks[0].post(block(0))
+        began = time.monotonic()
+        with pytest.raises(TeacherStalled, match="no teacher replica is connected"):
+            stage.ranks[0].take(block(0))
+        assert time.monotonic() - began < 1.5
+
+
+def test_ranks_that_post_different_blocks_are_told_apart():
+    with Stage(side=Side(tp=2)) as stage, stage.teacher():
+        stage.ranks[0].post(block(0))
+        stage.ranks[1].post(block(1))
+        with pytest.raises(TeacherError, match="token hash by student rank"):
+            stage.ranks[0].take(block(0))
+
+
+@pytest.mark.parametrize("changes,error,words", [
+    (dict(context_length=8), UnsupportedLayout, ["context length", "= 8", "16"]),
+    (dict(agreement=type(AGREED)(fingerprint="cd" * 16, head_transform="none", hidden_size=HIDDEN)), FingerprintMismatch, ["cd" * 16, "ab" * 16]),
+    (dict(agreement=type(AGREED)(fingerprint="ab" * 16, head_transform="softcap=30", hidden_size=HIDDEN)), FingerprintMismatch, ["softcap=30", "none"]),
+    (dict(agreement=type(AGREED)(fingerprint="ab" * 16, head_transform="none", hidden_size=32)), FingerprintMismatch, ["32", "24"]),
+    (dict(head_digest="77"), FingerprintMismatch, ["77", "55"]),
+])
+def test_a_wrong_teacher_is_refused_at_the_handshake_with_both_values_and_a_right_one_serves_on(changes, error, words):
+    with Stage(head_digest="55") as stage:
+        with stage.teacher("right", head_digest="55"), stage.teacher("wrong", **{"head_digest": "55"} | changes) as wrong:
+            wrong.thread.join(5)
+            assert type(wrong.error) is error and all(word in str(wrong.error) for word in words), wrong.error
+            consume(stage.ranks[0], [block(i) for i in range(4)])
+            assert stage.ranks[0].refused == 1
+
+
+def test_the_first_replica_sets_the_fingerprint_where_none_is_given():
+    other = type(AGREED)(fingerprint="cd" * 16, head_transform="none", hidden_size=HIDDEN)
+    with Stage(fingerprint=None) as stage, stage.teacher("first"):
+        stage.ranks[0].wait_for_teachers(1)
+        with stage.teacher("second", agreement=other) as second:
+            second.thread.join(5)
+            assert isinstance(second.error, FingerprintMismatch)
+        assert stage.ranks[0].agreement == AGREED
+
+
+@pytest.mark.parametrize("lie,error", [("rows", RowsMismatch), ("bits", TransferFailed)])
+def test_a_lying_or_broken_transfer_is_refused_with_both_values(lie, error):
+    def rows(b):
+        if lie != "rows":
+            return rows_of(b)
+        mask = b.loss_mask_bs.clone()
+        mask.view(-1)[b.row_ids_N[-1]] = 0
+        object.__setattr__(b, "loss_mask_bs", mask)  # the teacher now believes in one row less
+        return rows_of(b)
+
+    def on_write(piece, staging):
+        if lie == "bits":
+            staging[5] ^= 1
+
+    with Stage(fabric=Fabric(on_write)) as stage, stage.teacher(rows=rows):
+        stage.ranks[0].post(block(0))
+        with pytest.raises(error, match="must be the"):
+            stage.ranks[0].take(block(0))
+
+
+def test_the_slot_is_sized_by_the_first_block_and_a_larger_one_is_refused():
+    with Stage() as stage:
+        stage.ranks[0].post(block(0))
+        with pytest.raises(Exception, match="slot of 32 rows"):
+            stage.ranks[0].post(block(1, b=4, density=1.1))
