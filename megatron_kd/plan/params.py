@@ -7,6 +7,7 @@ Hugging Face model's. Called by memory, traffic and balance. No torch.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from megatron_kd.errors import PlanError, rule
@@ -16,7 +17,7 @@ from megatron_kd.plan.models import ModelShape
 Shard = Literal["tp", "copy", "expert", "expert_bias"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weight:
     """One tensor (of one expert, where it belongs to one)."""
 
@@ -41,11 +42,10 @@ class Weight:
         """Whether its gradients are reduced over expert data parallelism."""
         return self.shard in ("expert", "expert_bias")
 
-    def local(self, layout: ParallelLayout) -> list[int]:
-        """Elements of each tensor on one rank."""
+    def local(self, layout: ParallelLayout) -> tuple[int, int]:
+        """(elements of one tensor on one rank, tensors of this kind there)."""
         parts = {"tp": layout.tp, "copy": 1, "expert": layout.expert_tp, "expert_bias": 1}[self.shard]
-        num = self.copies // layout.ep if self.is_expert else self.copies
-        return [self.numel // parts] * num
+        return self.numel // parts, self.copies // layout.ep if self.is_expert else self.copies
 
 
 def mixer_weights(model: ModelShape, layer: int) -> list[Weight]:
@@ -106,10 +106,20 @@ def stage_layers(model: ModelShape, layout: ParallelLayout, stage: int) -> list[
     return [i for i in range(model.num_layers) if (i // size) % layout.pp == stage]
 
 
-def stage_weights(model: ModelShape, layout: ParallelLayout, stage: int, *, vocab: int | None = None, head: bool = True) -> list[Weight]:
-    """Weights on pipeline stage `stage`: embedding on the first, final norm and head on the last. `vocab` is the padded size (None: the
-    checkpoint's). A tied head is a second copy on the last stage where pp > 1, and no tensor of its own where pp == 1."""
-    rows = model.vocab if vocab is None else vocab
+def stage_kinds(model: ModelShape, layout: ParallelLayout, stage: int) -> list[tuple[int, int]]:
+    """(index of one such layer, how many) for each kind of layer on a stage: layers of one kind have equal sizes."""
+    counts: dict[str, list[int]] = {}
+    for layer in stage_layers(model, layout, stage):
+        kind = "gdn" if model.mixers[layer] == "gdn" else "attention"
+        counts.setdefault(kind, [layer, 0])[1] += 1
+    return [(first, num) for first, num in counts.values()]
+
+
+@lru_cache(maxsize=4096)
+def stage_weights(model: ModelShape, layout: ParallelLayout, stage: int, *, head: bool = True) -> tuple[Weight, ...]:
+    """Weights on pipeline stage `stage`: embedding on the first, final norm and head on the last (without it where `head` is False). A tied
+    head is a second copy on the last stage where pp > 1, and no tensor of its own where pp == 1."""
+    rows = padded_vocab(model, layout.tp)
     out = [weight for layer in stage_layers(model, layout, stage) for weight in layer_weights(model, layer)]
     if stage == 0:
         out = [Weight(name="embedding", numel=rows * model.hidden, group="embedding")] + out
@@ -117,7 +127,12 @@ def stage_weights(model: ModelShape, layout: ParallelLayout, stage: int, *, voca
         out.append(Weight(name="final_layernorm", numel=model.hidden, shard="copy", group="norm"))
         if head and not (model.tied and layout.pp == 1):
             out.append(Weight(name="output_layer", numel=rows * model.hidden, group="head"))
-    return out
+    return tuple(out)
+
+
+def padded_vocab(model: ModelShape, tp: int) -> int:
+    """Rows of embedding and head over all ranks: the checkpoint's, padded to a multiple of tp (as mcore/model.py asks Bridge to)."""
+    return -(-model.vocab // tp) * tp
 
 
 def total_params(model: ModelShape) -> int:
@@ -133,6 +148,7 @@ def params_by_group(model: ModelShape) -> dict[str, int]:
     return out
 
 
+@lru_cache(maxsize=64)
 def active_matmul_params(model: ModelShape) -> int:
     """Weights that multiply each token in the decoder: without embedding, norms and head, with top_k of the experts."""
     active = 0
@@ -144,21 +160,26 @@ def active_matmul_params(model: ModelShape) -> int:
     return active
 
 
-def local_numel(weights: list[Weight], layout: ParallelLayout, *, expert: bool | None = None) -> int:
+@lru_cache(maxsize=4096)
+def local_numel(weights: tuple[Weight, ...], layout: ParallelLayout, *, expert: bool | None = None) -> int:
     """Elements on one rank; `expert` True or False counts only those."""
-    return sum(n for weight in weights if expert is None or weight.is_expert == expert for n in weight.local(layout))
+    return sum(math.prod(weight.local(layout)) for weight in weights if expert is None or weight.is_expert == expert)
 
 
-def buffer_numel(weights: list[Weight], layout: ParallelLayout, *, expert: bool, num_shards: int) -> int:
+@lru_cache(maxsize=4096)
+def buffer_numel(weights: tuple[Weight, ...], layout: ParallelLayout, *, expert: bool, num_shards: int) -> int:
     """Elements of Megatron's gradient buffer for one group under the distributed optimizer: each tensor starts at a multiple of 64, the
     end is padded to lcm(shards, 128) (core/optimizer/param_layout.py; one bucket)."""
     end = 0
     for weight in weights:
         if weight.is_expert == expert:
-            for n in weight.local(layout):
-                end = -(-end // 64) * 64 + n
-    divisor = math.lcm(num_shards, 128)
-    return -(-end // divisor) * divisor
+            n, num = weight.local(layout)
+            end = _up(end, 64) + _up(n, 64) * (num - 1) + n
+    return _up(end, math.lcm(num_shards, 128))
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def check_layout(model: ModelShape, layout: ParallelLayout, role: str) -> None:
@@ -167,9 +188,8 @@ def check_layout(model: ModelShape, layout: ParallelLayout, role: str) -> None:
         raise PlanError(rule(f"{role}.{name}", got, f"{model.name}: {why}", way_out))
 
     stage_layers(model, layout, 0)
-    for name, size in (("attention heads", model.heads), ("vocabulary", model.vocab)):
-        if size % layout.tp:
-            refuse("tp", layout.tp, f"{size} {name} must divide by tp", "Choose a divisor")
+    if model.heads % layout.tp:
+        refuse("tp", layout.tp, f"{model.heads} attention heads must divide by tp", "Choose a divisor")
     if model.kv_heads % layout.tp and layout.tp % model.kv_heads:
         refuse("tp", layout.tp, f"{model.kv_heads} key/value heads must divide by tp, or tp by them", "Choose another tp")
     if model.gdn is not None and (model.gdn.key_heads % layout.tp or model.gdn.value_heads % layout.tp):

@@ -1,0 +1,72 @@
+"""Where a placement stops fitting: the longest sequence, and the largest teacher.
+
+Called by report, plot and tests. Searches over the same memory functions that a plan uses.
+"""
+
+from dataclasses import dataclass, replace
+
+from megatron_kd.errors import KDError
+from megatron_kd.plan.job import Job
+from megatron_kd.plan.memory import StageMemory, all_stages, fits
+from megatron_kd.plan.params import total_params
+
+
+def sequence_unit(job: Job) -> int:
+    """Step of sequence lengths that every layout takes: 256 x tp x 2 cp at most."""
+    return 256 * (job.layout.tp if job.layout.sequence_parallel else 1) * (2 * job.layout.cp if job.layout.cp > 1 else 1)
+
+
+def largest_sequence(job: Job) -> int | None:
+    """Longest sequence (same micro-batch, a multiple of sequence_unit) that fits every GPU of `job`, up to what both models take; None: not even one unit."""
+    unit = sequence_unit(job)
+    low, high = 0, min(job.student.max_position, job.teacher.max_position) // unit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(replace(job, seq=middle * unit)):
+            low = middle
+        else:
+            high = middle - 1
+    return low * unit or None
+
+
+def largest_teacher(job: Job) -> int:
+    """Parameters of the largest teacher of this shape (more of the same layers) that fits beside everything else; 0: none does.
+
+    Weights of a colocated teacher share the student's GPUs, those of a streamed one have a replica's GPUs, a cached one needs none: there
+    the limit is that of the replica that builds the cache.
+    """
+    def limit(stage: StageMemory) -> float:
+        weights = sum(item.bytes for item in stage.items if item.name == "teacher weights")
+        return float("inf") if not weights else 1 + stage.headroom / weights
+
+    stages = all_stages(job if job.placement == "colocated" else replace(job, placement="streamed"))
+    if job.placement != "colocated" and not all(stage.fits for stage in stages if stage.role == "student"):
+        return 0
+    return max(0, int(min(map(limit, stages)) * total_params(job.teacher)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """The largest teacher at one sequence length, by placement."""
+
+    seq: int
+    """Tokens."""
+    colocated: int
+    """Parameters; 0: the student itself does not fit."""
+    streamed: int
+    """Parameters."""
+
+
+def frontier(job: Job, num_points: int = 12) -> list[FrontierPoint]:
+    """Largest teacher over sequence lengths (doubling from 1,024), colocated against streamed, in `job`'s layouts."""
+    out, seq = [], max(1024, sequence_unit(job))
+    while len(out) < num_points and seq <= min(job.student.max_position, job.teacher.max_position):
+        sizes = {}
+        for placement in ("colocated", "streamed"):
+            try:
+                sizes[placement] = largest_teacher(replace(job, seq=seq, placement=placement))
+            except KDError:
+                sizes[placement] = 0
+        out.append(FrontierPoint(seq=seq, **sizes))
+        seq *= 2
+    return out

@@ -1,0 +1,47 @@
+"""GPU models: memory, matrix rate and link rates from the vendors' data sheets.
+
+Called by memory, traffic and balance. `memory_bytes` is what the driver reports as total memory, `nvlink` and `network` are one
+direction, per GPU, in bytes a second.
+"""
+
+from dataclasses import dataclass
+
+from megatron_kd.errors import PlanError, rule
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU of a cluster."""
+
+    name: str
+    """As given on the command line."""
+    memory_bytes: int
+    """Total device memory."""
+    bf16_flops: float
+    """Dense bf16 multiply-adds x 2 a second."""
+    nvlink_bytes_s: float
+    """To the GPUs of its node."""
+    network_bytes_s: float = 50e9
+    """To other nodes (one 400 Gb/s port a GPU unless told otherwise)."""
+    gpus_per_node: int = 8
+    """GPUs that NVLink joins."""
+
+
+GPUS = {gpu.name: gpu for gpu in (
+    Gpu(name="a100-40", memory_bytes=40_960 * MIB, bf16_flops=312e12, nvlink_bytes_s=300e9, network_bytes_s=25e9),
+    Gpu(name="a100-80", memory_bytes=81_920 * MIB, bf16_flops=312e12, nvlink_bytes_s=300e9, network_bytes_s=25e9),
+    Gpu(name="h100-80", memory_bytes=81_559 * MIB, bf16_flops=989e12, nvlink_bytes_s=450e9),
+    Gpu(name="h200-141", memory_bytes=143_771 * MIB, bf16_flops=989e12, nvlink_bytes_s=450e9),
+    Gpu(name="b200", memory_bytes=183_359 * MIB, bf16_flops=2250e12, nvlink_bytes_s=900e9),
+    Gpu(name="gb200", memory_bytes=189_471 * MIB, bf16_flops=2500e12, nvlink_bytes_s=900e9, gpus_per_node=4),
+    Gpu(name="b300", memory_bytes=275_040 * MIB, bf16_flops=2500e12, nvlink_bytes_s=900e9, network_bytes_s=100e9),
+)}
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU of that name. Errors: PlanError naming those known."""
+    if name not in GPUS:
+        raise PlanError(rule("--gpu", name, "must be one of " + ", ".join(GPUS), "Take the nearest, with --gpu-memory-gib for another size"))
+    return GPUS[name]

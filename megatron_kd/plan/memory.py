@@ -1,0 +1,252 @@
+"""Memory of one GPU, per pipeline stage, itemised: what stays, and what exists at the worst moment of a step.
+
+Owns the sum; the parts come from the functions that the allocating code uses as well (loss/sizes, stream/sizes, cache/sizes) and from
+params and activations. Called by search, frontier, report and tests. No torch.
+
+A step has a few moments that can be the peak: the loss of the last stage, the backward of a layer, the embedding's gradient, the
+teacher's forward. Everything that stays is there in all of them; the items say what the worst one adds. `exact` items are closed forms of
+allocations, others are sums over a model of the layer (activations) or allowances (context, slack).
+"""
+
+import math
+from dataclasses import dataclass
+
+from megatron_kd.cache import sizes as cache_sizes
+from megatron_kd.layout import ParallelLayout
+from megatron_kd.loss import sizes as loss_sizes
+from megatron_kd.plan.activations import layer_backward_extra, layer_forward_peak, layer_saved
+from megatron_kd.plan.gpus import MIB
+from megatron_kd.plan.job import Job
+from megatron_kd.plan.params import Weight, buffer_numel, local_numel, padded_vocab, stage_kinds, stage_weights
+from megatron_kd.stream import sizes as stream_sizes
+
+CUDA_CONTEXT = 700 * MIB
+"""CUDA context with cuBLAS, NCCL and Triton modules loaded; not seen by PyTorch's allocator. Allowance."""
+NCCL_COMMUNICATOR = 200 * MIB
+"""NCCL buffers of one communicator of more than one rank. Allowance."""
+LIBRARY_WORKSPACE = 32 * MIB
+"""cuBLAS workspace that PyTorch and Transformer Engine each hold on Hopper; grouped GEMM holds four more. Inside the allocator."""
+SLACK_SHARE = 0.05
+"""Fragmentation, as a share of what comes and goes. Allowance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One line of a stage's memory."""
+
+    name: str
+    """What it is."""
+    bytes: int
+    """On one GPU."""
+    group: str
+    """weights, gradients, optimizer, activations, loss, targets, teacher, outside."""
+    exact: bool = True
+    """Closed form of an allocation; otherwise a model of a layer, or an allowance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Memory of one GPU of one pipeline stage (or of a teacher replica)."""
+
+    role: str
+    """student or teacher."""
+    stage: int
+    """Pipeline stage."""
+    items: tuple[Item, ...]
+    """Lines, largest moment included."""
+    moment: str
+    """What the worst moment is."""
+    capacity: int
+    """Bytes of the GPU."""
+
+    @property
+    def allocated(self) -> int:
+        """Predicted torch.cuda.max_memory_allocated()."""
+        return sum(item.bytes for item in self.items if item.group != "outside")
+
+    @property
+    def total(self) -> int:
+        """With context, communicators and fragmentation."""
+        return sum(item.bytes for item in self.items)
+
+    @property
+    def headroom(self) -> int:
+        """Free bytes; negative where it does not fit."""
+        return self.capacity - self.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU can hold it."""
+        return self.headroom >= 0
+
+    def group_bytes(self, group: str) -> int:
+        """Sum of one group."""
+        return sum(item.bytes for item in self.items if item.group == group)
+
+
+def in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int) -> float:
+    """Micro-batches whose activations a stage holds at most, in units of its whole share of layers (1F1B; interleaved with vpp chunks)."""
+    if layout.vpp is None or layout.vpp == 1:
+        return min(layout.pp - stage, num_micro_batches)
+    chunks = (layout.pp - stage - 1) * 2 + (layout.vpp - 1) * layout.pp + 1
+    return min(chunks, num_micro_batches * layout.vpp) / layout.vpp
+
+
+def expert_data_parallel(layout: ParallelLayout) -> int:
+    """Ranks that hold the same experts."""
+    return max(1, layout.tp * layout.cp * layout.dp // (layout.ep * layout.expert_tp))
+
+
+def state_items(weights: tuple[Weight, ...], layout: ParallelLayout, *, dtype_bytes: int, distributed_optimizer: bool,
+                trained: tuple[Weight, ...] | None = None) -> list[Item]:
+    """Weights, fp32 gradients, and from step 2 on fp32 master weights (for bf16) and Adam's two moments of one rank.
+
+    With the distributed optimizer weights and gradients live in padded buffers and the state is one shard of them; `trained` (None: all)
+    are those with gradients.
+    """
+    trained = weights if trained is None else trained
+    frozen = () if trained is weights else tuple(weight for weight in weights if weight not in trained)
+    state = 12 if dtype_bytes == 2 else 8
+    if not distributed_optimizer:
+        n = local_numel(trained, layout)
+        return [Item(name="weights", bytes=local_numel(weights, layout) * dtype_bytes, group="weights"), Item(name="gradients fp32", bytes=n * 4, group="gradients"),
+                Item(name="optimizer state", bytes=n * state, group="optimizer")]
+    dense_ranks, expert_ranks = layout.dp * layout.cp, expert_data_parallel(layout)
+    dense = buffer_numel(trained, layout, expert=False, num_shards=dense_ranks)
+    expert = buffer_numel(trained, layout, expert=True, num_shards=expert_ranks)
+    return [Item(name="weights", bytes=(dense + expert + local_numel(frozen, layout)) * dtype_bytes, group="weights"),
+            Item(name="gradients fp32", bytes=(dense + expert) * 4, group="gradients"),
+            Item(name="optimizer state, sharded", bytes=state * (dense // dense_ranks + expert // expert_ranks), group="optimizer")]
+
+
+def _activations(job: Job, stage: int) -> tuple[int, int]:
+    """(bytes kept by all micro-batches in flight, worst extra of one layer's backward) of the student on `stage`."""
+    spec, kinds = job.spec(), stage_kinds(job.student, job.layout, stage)
+    kept = sum(layer_saved(job.student, layer, spec) * num for layer, num in kinds) * job.local_tokens * in_flight(job.layout, stage, job.num_micro_batches)
+    extra = max(layer_backward_extra(job.student, layer, spec, job.local_tokens) for layer, _ in kinds)
+    if stage == job.layout.pp - 1:
+        kept += 2 * _boundary(job)  # the final norm's input and output
+    return int(kept), extra
+
+
+def _boundary(job: Job, hidden: int | None = None) -> int:
+    """Bytes of one micro-batch's hidden states between layers."""
+    parts = job.layout.tp if job.layout.sequence_parallel else 1
+    return job.local_tokens * (hidden or job.student.hidden) * job.dtype_bytes // parts
+
+
+def head_shard_bytes(job: Job) -> int:
+    """The teacher's head on the student's shard boundaries: [true rows of the shard, H_t]."""
+    return padded_vocab(job.student, job.layout.tp) // job.layout.tp * job.teacher.hidden * job.dtype_bytes
+
+
+def _target_items(job: Job) -> list[Item]:
+    """What the last stage holds of the teacher's knowledge, whatever the moment."""
+    e, layout = job.dtype_bytes, job.layout
+    if job.placement == "cached" and job.payload == "topk":
+        held = cache_sizes.top_k_block_bytes(job.local_rows, job.top_k)
+        return [Item(name=f"top-{job.top_k} targets", bytes=held, group="targets")]
+    head = Item(name="teacher head shard", bytes=head_shard_bytes(job), group="teacher")
+    if job.placement == "streamed":
+        ring = stream_sizes.ring_bytes(job.ring_depth, b=job.micro_batch, s=job.seq, hidden_size=job.teacher.hidden, tp=layout.tp, cp=layout.cp)
+        rows = 0 if layout.tp == 1 else job.local_rows * job.teacher.hidden * e
+        return [head, Item(name=f"ring of {job.ring_depth} slots", bytes=ring, group="targets"), Item(name="teacher rows of the micro-batch", bytes=rows, group="targets")]
+    held = job.local_rows * job.teacher.hidden * e
+    if job.placement == "colocated":
+        ahead = job.microbatches_ahead if layout.pp > 1 else 1
+        return [head, Item(name="held teacher rows", bytes=held * ahead, group="targets")]
+    return [head, Item(name="teacher rows of the micro-batch", bytes=held, group="targets")]
+
+
+def _teacher_items(job: Job, stage: int) -> list[Item]:
+    """Frozen weights of a colocated teacher on `stage`; its head is the shard that the loss uses."""
+    weights = stage_weights(job.teacher, job.layout, stage, head=False)
+    return [Item(name="teacher weights", bytes=local_numel(weights, job.layout) * job.dtype_bytes, group="teacher")]
+
+
+def _forward_peak(job: Job, layout: ParallelLayout, stage: int) -> int:
+    """Bytes alive while the teacher runs one micro-batch without gradient."""
+    spec = job.spec(layout, training=False)
+    kinds = stage_kinds(job.teacher, layout, stage)
+    return int(max(layer_forward_peak(job.teacher, layer, spec) for layer, _ in kinds) * job.micro_batch * job.seq // layout.cp)
+
+
+def _outside(job: Job, layout: ParallelLayout, moving: int) -> list[Item]:
+    """What PyTorch's allocator does not count."""
+    communicators = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp * layout.cp)) + (layout.pp > 1)
+    return [Item(name="CUDA context, communicators", bytes=CUDA_CONTEXT + communicators * NCCL_COMMUNICATOR, group="outside", exact=False),
+            Item(name="fragmentation", bytes=int(moving * SLACK_SHARE), group="outside", exact=False)]
+
+
+def _small(job: Job, moe: bool) -> Item:
+    """Library workspaces, token tensors and rotary tables."""
+    spaces = (2 + 4 * moe) * LIBRARY_WORKSPACE if job.kernels == "te" else 0
+    return Item(name="workspaces, tokens, tables", bytes=spaces + job.local_tokens * 32 + job.seq * job.student.head_dim * 12, group="activations", exact=False)
+
+
+def student_stage(job: Job, stage: int) -> StageMemory:
+    """Memory of one student GPU on pipeline stage `stage`, from step 2 on."""
+    layout, last = job.layout, stage == job.layout.pp - 1
+    weights = stage_weights(job.student, layout, stage)
+    trained = tuple(weight for weight in weights if weight.name != "output_layer") if job.freeze_head else weights
+    items = state_items(weights, layout, dtype_bytes=job.dtype_bytes, distributed_optimizer=job.distributed_optimizer, trained=trained)
+    if job.placement == "colocated":
+        items += _teacher_items(job, stage)
+    if last:
+        items += _target_items(job)
+        scratch = 0 if job.freeze_head else loss_sizes.head_gradient_bytes(padded_vocab(job.student, layout.tp) // layout.tp, job.student.hidden)
+        items.append(Item(name="head gradient scratch fp32", bytes=scratch, group="loss"))
+    items.append(_small(job, job.student.moe is not None))
+    kept, extra = _activations(job, stage)
+    moments = {"backward of a layer": [Item(name="activations", bytes=kept, group="activations", exact=False),
+                                       Item(name="backward workspace", bytes=extra + _boundary(job), group="activations", exact=False)]}
+    if last:
+        moments["loss"] = [Item(name="activations", bytes=kept, group="activations", exact=False), Item(name="loss windows and rows", bytes=loss_bytes(job), group="loss")]
+    if stage == 0:
+        flight = in_flight(layout, 0, job.num_micro_batches)
+        table = padded_vocab(job.student, layout.tp) // layout.tp * job.student.hidden * job.dtype_bytes
+        moments["embedding gradient"] = [Item(name="activations", bytes=int(kept * (1 - 1 / math.ceil(flight))), group="activations", exact=False),
+                                         Item(name="embedding gradient", bytes=table, group="gradients", exact=False)]
+    if job.placement == "colocated":
+        moments["teacher forward"] = [Item(name="teacher activations", bytes=_forward_peak(job, layout, stage), group="teacher", exact=False)]
+    moment = max(moments, key=lambda name: sum(item.bytes for item in moments[name]))
+    moving = sum(item.bytes for item in moments[moment])
+    items += moments[moment] + _outside(job, layout, moving)
+    return StageMemory(role="student", stage=stage, items=tuple(items), moment=moment, capacity=job.gpu.memory_bytes)
+
+
+def loss_bytes(job: Job) -> int:
+    """What the fused loss allocates on one rank of the last stage beyond its inputs and the head gradient's scratch."""
+    return loss_sizes.call_bytes(job)
+
+
+def teacher_stage(job: Job, stage: int) -> StageMemory:
+    """Memory of one GPU of a streamed teacher replica: frozen weights without head, one forward, the registered send buffer."""
+    layout = job.teacher_shard
+    weights = stage_weights(job.teacher, layout, stage, head=False)
+    items = [Item(name="teacher weights", bytes=local_numel(weights, layout) * job.dtype_bytes, group="teacher")]
+    if stage == layout.pp - 1:
+        staging = stream_sizes.staging_bytes(job.micro_batch, job.seq, job.teacher.hidden, tp=layout.tp, student_tp=job.layout.tp)
+        items.append(Item(name="send buffer", bytes=staging, group="targets"))
+    items.append(_small(job, job.teacher.moe is not None))
+    peak = _forward_peak(job, layout, stage)
+    items += [Item(name="teacher activations", bytes=peak, group="teacher", exact=False)] + _outside(job, layout, peak)
+    return StageMemory(role="teacher", stage=stage, items=tuple(items), moment="teacher forward", capacity=job.gpu.memory_bytes)
+
+
+def all_stages(job: Job) -> list[StageMemory]:
+    """Every pipeline stage of the student, and of a streamed teacher replica."""
+    out = [student_stage(job, stage) for stage in range(job.layout.pp)]
+    if job.placement == "streamed":
+        out += [teacher_stage(job, stage) for stage in range(job.teacher_shard.pp)]
+    return out
+
+
+def worst(job: Job) -> StageMemory:
+    """The stage with the least headroom."""
+    return min(all_stages(job), key=lambda stage: stage.headroom)
+
+
+def fits(job: Job) -> bool:
+    """Whether every GPU of the run can hold its stage."""
+    return all(stage.fits for stage in all_stages(job))
