@@ -12,7 +12,8 @@ LAYERS = [
     {"loss", "stream", "cache"},
     {"plan", "mcore"},
     {"convert"},
-    {"student", "teacher"},
+    {"teacher"},
+    {"student"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
