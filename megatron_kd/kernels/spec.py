@@ -16,6 +16,9 @@ MAX_S, SUM_S, SUM_CE, MAX_T, SUM_T, CROSS, LABEL, NUM_STATS = 0, 1, 2, 3, 4, 5, 
 # Columns of joined_RJ: equal on every rank of the group.
 LSE_S, LSE_T, LSE_CE, KD, SLOPE, CE, NUM_JOINED = 0, 1, 2, 3, 4, 5, 6
 
+TWIN_BLOCK_ELEMENTS = 1 << 20
+"""Numbers in one temporary of the torch backend, which works on row blocks of that size."""
+
 ELSEWHERE, NO_LABEL = -1, -2
 """Local labels: another shard's column, and a row without cross-entropy."""
 

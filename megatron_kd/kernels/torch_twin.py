@@ -14,17 +14,15 @@ s = z_student / tau, t = z_teacher / tau, q = softmax(s), p = softmax(t), D = su
               w * [kd_coef * (phi_j - q_j * sum_v phi_v) + ce_coef * (softmax(z)_j - 1[j = label])] * dz_j/du_j.
 * tail_stats, tail_grad  the same for top-K targets, whose K columns the loss has set to -inf.
 
-Sums are formed in float32 (float64 for float64 inputs). Memory: temporaries of about 8 blocks of BLOCK_ELEMENTS numbers,
-whatever the window's size.
+Sums are formed in float32 (float64 for float64 inputs). Memory: a few temporaries of TWIN_BLOCK_ELEMENTS numbers (loss/sizes.py),
+whatever the window's size: rows are worked on in blocks.
 """
 
 import torch
 
 from megatron_kd.kernels.spec import (CE, CROSS, KD, LABEL, LSE_CE, LSE_S, LSE_T, MAX_S, MAX_T, NO_LABEL, ONE_PASS, SLOPE, SUM_CE, SUM_S,
-                                      SUM_T, HeadTransform, PairSpec)
+                                      SUM_T, TWIN_BLOCK_ELEMENTS, HeadTransform, PairSpec)
 
-BLOCK_ELEMENTS = 1 << 20
-"""Numbers of one temporary; rows are worked on in blocks of BLOCK_ELEMENTS / V rows."""
 NEG_INF = float("-inf")
 
 
@@ -173,7 +171,7 @@ def _xlog(x: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(window_RV: torch.Tensor):
-    step = max(1, BLOCK_ELEMENTS // max(1, window_RV.shape[1]))
+    step = max(1, TWIN_BLOCK_ELEMENTS // max(1, window_RV.shape[1]))
     return (slice(i, min(i + step, window_RV.shape[0])) for i in range(0, window_RV.shape[0], step))
 
 

@@ -36,3 +36,9 @@ def denominator_of(weights_N: torch.Tensor, kind: Literal["rows", "weights"]) ->
     if kind == "weights":
         return Denominator(count=(weights_N.double().sum() * WEIGHT_UNITS).round().long(), factor=float(WEIGHT_UNITS))
     raise ConfigError(rule("denominator", kind, "must be 'rows' or 'weights'", "Use 'rows', as Megatron does"))
+
+
+def row_factors(shares: list[Denominator]) -> list[torch.Tensor]:
+    """What each micro-batch's weighted losses are multiplied by: its factor over the sum of all counts (0 where that is 0)."""
+    total = sum(share.count for share in shares)
+    return [torch.where(total > 0, share.factor / total.double().clamp_min(1.0), 0.0) for share in shares]

@@ -17,11 +17,9 @@ from megatron_kd.loss.flags import NONFINITE_ROWS, DeviceFlags
 from megatron_kd.loss.objective import Objective
 from megatron_kd.loss.reduce import PlainRows, Rows, SequenceParallelRows, StatsGather, group_size, sum_over_shards
 from megatron_kd.loss.signals import HiddenTeacher, LogitsTeacher, TopKTeacher
+from megatron_kd.loss.sizes import CPU_BLOCK_COLUMNS
 from megatron_kd.loss.topk import TopKStep
 from megatron_kd.loss.window import WindowPlan
-
-CPU_BLOCK = 4096
-"""Columns of a dW GEMM on the CPU that are cast to fp32 at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,9 +248,9 @@ class _HeadSum:
             torch.ops.aten.addmm.dtype_out(self._dw, g_RV.t(), x_RH, self._dw.dtype, beta=beta, out=self._dw)
         elif self._dw is not None:
             x = x_RH.to(self._dw.dtype)
-            for a in range(0, g_RV.shape[1], CPU_BLOCK):
-                block = self._dw[a:a + CPU_BLOCK]
-                torch.addmm(block, g_RV[:, a:a + CPU_BLOCK].t().to(x.dtype), x, beta=beta, out=block)
+            for a in range(0, g_RV.shape[1], CPU_BLOCK_COLUMNS):
+                block = self._dw[a:a + CPU_BLOCK_COLUMNS]
+                torch.addmm(block, g_RV[:, a:a + CPU_BLOCK_COLUMNS].t().to(x.dtype), x, beta=beta, out=block)
         if self._dbias is not None:
             total = g_RV.sum(0, dtype=self._dbias.dtype)
             self._dbias.copy_(total) if self._first else self._dbias.add_(total)
