@@ -134,6 +134,21 @@ def known_names() -> list[str]:
 
 def load_model(name_or_path: str) -> ModelShape:
     """The shape of a known name, a config.json, or a folder that holds one. Errors: PlanError naming what is known."""
+    path = _config_path(name_or_path)
+    label = path.stem if path.parent == KNOWN_DIR else (path.parent.name if path.name == "config.json" else path.stem)
+    return from_config(config_of(name_or_path), label)
+
+
+def config_of(name_or_path: str) -> dict[str, Any]:
+    """The Hugging Face config behind what `load_model` takes. Errors: PlanError naming what is known."""
+    path = _config_path(name_or_path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise PlanError(rule("model", str(path), f"is not JSON ({e})", "Pass a Hugging Face config.json")) from e
+
+
+def _config_path(name_or_path: str) -> Path:
     path = Path(name_or_path)
     if path.is_dir():
         path = path / "config.json"
@@ -144,12 +159,7 @@ def load_model(name_or_path: str) -> ModelShape:
     if not path.is_file():
         raise PlanError(rule("model", name_or_path, "must be a Hugging Face config.json, a folder that holds one, or one of " + ", ".join(known_names()),
                              "Download the model's config.json (a few KB) and pass its path"))
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise PlanError(rule("model", str(path), f"is not JSON ({e})", "Pass a Hugging Face config.json")) from e
-    label = path.stem if path.parent == KNOWN_DIR else (path.parent.name if path.name == "config.json" else path.stem)
-    return from_config(config, label)
+    return path
 
 
 def from_config(config: dict[str, Any], name: str) -> ModelShape:
