@@ -41,6 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_USAGE
     try:
         command = importlib.import_module(f"megatron_kd.cli.{argv[0]}")
+        if {"--shrink", "--data"} & set(argv):
+            from megatron_kd.cli.shorthands import expand
+
+            argv = expand(argv)
         parser = argparse.ArgumentParser(prog=f"megatron-kd {argv[0]}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         command.add_arguments(parser)
         return command.run(parser.parse_args(argv[1:]))
