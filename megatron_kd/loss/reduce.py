@@ -58,6 +58,15 @@ def sum_over_shards(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> to
     return tensor
 
 
+def gather_row_values(value_n: torch.Tensor, group: dist.ProcessGroup, rows_per_rank: tuple[int, ...]) -> torch.Tensor:
+    """[N] values of all ranks' rows, in rank order, from each rank's own [n]."""
+    most, size = max(rows_per_rank), len(rows_per_rank)
+    own, all_ranks = value_n.new_zeros(most), value_n.new_empty(size * most)
+    own[:value_n.shape[0]] = value_n
+    dist.all_gather_into_tensor(all_ranks, own, group=group)
+    return torch.cat([all_ranks[rank * most:rank * most + num] for rank, num in enumerate(rows_per_rank)])
+
+
 class Rows(Protocol):
     """Where a window's student rows come from and where its dX goes."""
 
