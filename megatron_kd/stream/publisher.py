@@ -36,7 +36,7 @@ class Publisher:
         self._gone: list[int] = []
         self._count = 0
         self._failure: KDError | None = None
-        self._closed = False
+        self._leaving = self._closed = False
         self._idle_since = time.monotonic()
         self._idle_s = 0.0
         threading.Thread(target=self._look_loop, name="kd-look", daemon=True).start()
@@ -87,15 +87,23 @@ class Publisher:
         with self._changed:
             return len(self._queue)
 
-    def close(self, *, timeout_s: float = 5.0) -> None:
-        """Leave: ask for nothing more, answer what is asked (the serve loop has ended, so what is queued is given back by hanging up)."""
+    def leave(self) -> None:
+        """Take no new student and tell the present ones to ask for nothing more; each hangs up when nothing is owed to it."""
         with self._changed:
-            self._closed = True
+            if self._leaving:
+                return
+            self._leaving = True
+            for session in self._sessions.values():
+                session.send({"t": "leave"})
+
+    def close(self) -> None:
+        """Hang up. Students count that as a loss unless `leave` came before and they have hung up themselves."""
+        with self._changed:
+            self._leaving = self._closed = True
             sessions = list(self._sessions.values())
             self._changed.notify_all()
         for session in sessions:
-            session.send({"t": "leave"})
-            session.close(flush_s=timeout_s)
+            session.close(flush_s=1.0)
 
     def __enter__(self) -> "Publisher":
         return self
@@ -106,7 +114,7 @@ class Publisher:
     # ---- threads
 
     def _look_loop(self) -> None:
-        while not self._closed:
+        while not self._leaving:
             try:
                 _, found = rendezvous.members(self._spec.rendezvous, self._spec.token)
             except (AuthenticationFailed, WireVersionMismatch) as e:
@@ -133,8 +141,8 @@ class Publisher:
         number = None
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or not any(self._unfinished.values()))
-                if self._closed:
+                self._changed.wait_for(lambda: self._leaving or not any(self._unfinished.values()))
+                if self._leaving:
                     return
                 self._count += 1
                 number = self._count
@@ -147,6 +155,8 @@ class Publisher:
             with self._changed:
                 self._sessions[number] = session
                 self._descriptors[number] = set()
+                if self._leaving:
+                    session.send({"t": "leave"})
             self._read_requests(number, session, welcome["heartbeat_timeout_s"])
         except KDError as e:
             if isinstance(e, (AuthenticationFailed, WireVersionMismatch)):
@@ -198,14 +208,20 @@ class Publisher:
         session.close()
 
 
-def serve_single(publisher: Publisher, sender, rows_of, *, stop) -> None:
+def serve_single(publisher: Publisher, sender, rows_of, *, stop, leave_s: float = 30.0) -> None:
     """The serve loop of a replica of one process: `rows_of(block) -> RowBlock`, until `stop()`. Larger worlds: megatron_kd.teacher.serve.
 
-    An exception of `rows_of` is reported to the student, then raised; a failed write is reported and survived.
+    After `stop()` what is owed is still answered, for at most `leave_s`. An exception of `rows_of` is reported to the student, then
+    raised; a failed write is reported and survived.
     """
-    while not stop():
-        for descriptor in publisher.departed():
-            sender.forget([descriptor])
+    deadline = None
+    while True:
+        if stop() and deadline is None:
+            publisher.leave()
+            deadline = time.monotonic() + leave_s
+        if deadline is not None and (publisher.num_students == 0 or time.monotonic() > deadline):
+            return
+        sender.forget(publisher.departed())
         request = publisher.next(timeout_s=0.1)
         if request is None:
             continue
@@ -218,5 +234,3 @@ def serve_single(publisher: Publisher, sender, rows_of, *, stop) -> None:
             raise
         else:
             publisher.finish(request)
-
-
