@@ -22,6 +22,8 @@ def kernels_for(device: torch.device, dtype: torch.dtype, backend: Backend = "au
     has_triton = importlib.util.find_spec("triton") is not None
     if backend == "triton" and not has_triton:
         raise MissingDependency("backend = 'triton': Triton is not installed. pip install triton")
+    if backend == "triton" and dtype == torch.float64:
+        raise ConfigError(rule("backend", backend, "computes in float32; the tensors are float64", "Use 'torch' or 'auto'"))
     if backend == "triton" or (backend == "auto" and has_triton and device.type == "cuda" and dtype != torch.float64):
         from megatron_kd.kernels import triton_rows
 
@@ -29,3 +31,8 @@ def kernels_for(device: torch.device, dtype: torch.dtype, backend: Backend = "au
     from megatron_kd.kernels import torch_twin
 
     return torch_twin
+
+
+def top_k_kernels_for(kernels: ModuleType) -> ModuleType:
+    """The module of top-K kernels (the functions of topk_twin.py) that goes with a module from `kernels_for`."""
+    return importlib.import_module({"torch_twin": "megatron_kd.kernels.topk_twin", "triton_rows": "megatron_kd.kernels.triton_topk"}[kernels.__name__.rpartition(".")[2]])

@@ -282,15 +282,16 @@ def tail_stats_kernel(student, out, stride_s, stride_out, num_true, scale_s, cap
 
 
 @triton.jit
-def tail_grad_kernel(student, lse, coef, stride_s, num_columns, num_true, scale_s, cap_s, TRANSFORM_S: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a row and block of columns: coef * exp(z - lse) * dz/du over the raw logits."""
+def tail_grad_kernel(student, lse, coef, weights, stride_s, stride_lse, stride_coef, num_columns, num_true, scale_s, cap_s, TRANSFORM_S: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a row and block of columns: weight * coef * exp(z - lse) * dz/du over the raw logits."""
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row_s = student + row * stride_s
-    factor = tl.load(coef + row)
+    weight = 1.0 if weights is None else tl.load(weights + row).to(tl.float32)
+    factor = tl.where(weight == 0.0, 0.0, tl.load(coef + row * stride_coef) * weight)
     real = columns < tl.where(factor == 0.0, 0, num_true)
     z = _logits(tl.load(row_s + columns, mask=real, other=NEG_INF), scale_s, cap_s, TRANSFORM_S)
-    grad = _by_raw_logits(factor * tl.exp2((z - tl.load(lse + row)) * LOG2E), z, scale_s, cap_s, TRANSFORM_S)
+    grad = _by_raw_logits(factor * tl.exp2((z - tl.load(lse + row * stride_lse)) * LOG2E), z, scale_s, cap_s, TRANSFORM_S)
     grad = tl.where(z == NEG_INF, 0.0, grad)
     tl.store(row_s + columns, grad.to(student.dtype.element_ty), mask=columns < num_columns)
 
@@ -358,7 +359,13 @@ def tail_stats(student_RV: torch.Tensor, spec: PairSpec, out_R2: torch.Tensor) -
 
 def tail_grad(student_RV: torch.Tensor, lse_R: torch.Tensor, coef_R: torch.Tensor, spec: PairSpec) -> None:
     """See torch_twin.tail_grad."""
+    scaled_tail_grad(student_RV, lse_R, coef_R, None, spec)
+
+
+def scaled_tail_grad(student_RV: torch.Tensor, lse_R: torch.Tensor, coef_R: torch.Tensor, weights_R: torch.Tensor | None, spec: PairSpec) -> None:
+    """tail_grad with coef_R * weights_R, 0 where the weight is 0; lse_R and coef_R may be columns of a matrix."""
     _check(student_RV)
     num_rows, num_columns = student_RV.shape
     tail_grad_kernel[(triton.cdiv(num_columns, tuning.GRAD["BLOCK"]), num_rows)](
-        student_RV, lse_R, coef_R, student_RV.stride(0), num_columns, spec.num_true, **_transforms(spec, "student"), **tuning.GRAD)
+        student_RV, lse_R, coef_R, weights_R, student_RV.stride(0), lse_R.stride(0), coef_R.stride(0), num_columns, spec.num_true,
+        **_transforms(spec, "student"), **tuning.GRAD)

@@ -11,3 +11,5 @@ GRAD = {"BLOCK": 4096, "num_warps": 8}
 """row_grad and tail_grad: BLOCK columns of one row a program."""
 JOIN = {"BLOCK": 128, "num_warps": 4}
 """join_stats: BLOCK rows a program."""
+TOP_K = {"num_warps": 4}
+"""The top-K kernels on R x K numbers: one row a program."""

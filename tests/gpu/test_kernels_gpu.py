@@ -43,6 +43,16 @@ def check_kernels(spec, num_columns, dtype):
     assert cases.worst_error(tails[2], tails[1], tails[0]) is None
 
 
+@pytest.mark.parametrize("mode", ["tail_bucket", "renormalise", "none"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
+def test_top_k_kernels_equal_their_twin_at_a_llama_vocabulary(divergence, mode):
+    from megatron_kd.kernels import triton_rows
+
+    spec = cases.make_spec(divergence, 128_200, temperature=2.5 if mode == "renormalise" else 1.0)
+    window = cases.make_window(37, 128_256, spec.num_true, dtype=torch.bfloat16, device=CUDA)
+    assert cases.top_k_error(triton_rows, window, cases.make_top_k(37, spec.num_true, 100, device=CUDA), mode, spec) is None
+
+
 def ours(case, *, divergence=None, weights_N=None, **options):
     size = case.head_VH.shape[0]
     teacher = HiddenTeacher(rows_NH=case.teacher_NH, head_VH=case.teacher_head_VH)

@@ -17,18 +17,14 @@ def interpreted():
     pool = RankPool("torch")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        pool.run(start, 1)
-    yield pool
+        yield pool
     pool.close()
-
-
-def start(rank, world):
-    import tests.unit.triton_interpreter  # noqa: F401
 
 
 def compare(rank, world, *, divergence, dtype, window, temperature=1.0, transforms=None, ce_coef=0.7, with_labels=True):
     import torch
 
+    import tests.unit.triton_interpreter  # noqa: F401
     from megatron_kd.kernels import torch_twin, triton_rows
     from megatron_kd.kernels.spec import HeadTransform
     from tests.unit import kernel_cases as cases
@@ -72,6 +68,7 @@ def test_a_shard_without_a_true_column_has_empty_statistics_and_gradient_zero(in
 def zero_probabilities(rank, world):
     import torch
 
+    import tests.unit.triton_interpreter  # noqa: F401
     from megatron_kd.kernels import torch_twin, triton_rows
     from tests.unit import kernel_cases as cases
 
@@ -94,3 +91,37 @@ def zero_probabilities(rank, world):
 
 def test_teacher_probability_zero_adds_nothing_and_nan_is_seen(interpreted):
     assert interpreted.run(zero_probabilities, 1) == [[None] * 3]
+
+
+def compare_top_k(rank, world, *, divergence, mode, dtype="float32", window=NARROW, num_kept=21, transforms=None, with_labels=True, kd_coef=0.9):
+    from dataclasses import replace
+
+    import torch
+
+    import tests.unit.triton_interpreter  # noqa: F401
+    from megatron_kd.kernels import triton_rows
+    from megatron_kd.kernels.spec import HeadTransform
+    from tests.unit import kernel_cases as cases
+
+    transforms = {side: HeadTransform(**values) for side, values in (transforms or {}).items()}
+    spec = replace(cases.make_spec(divergence, window["num_true"], temperature=2.5 if mode == "renormalise" else 1.0, **transforms), kd_coef=kd_coef)
+    student_RV, teacher_RV, labels_R, weights_R = cases.make_window(**window, dtype=getattr(torch, dtype))
+    targets = cases.make_top_k(window["num_rows"], window["num_true"], num_kept)
+    return cases.top_k_error(triton_rows, (student_RV, teacher_RV, labels_R if with_labels else None, weights_R), targets, mode, spec)
+
+
+@pytest.mark.parametrize("mode", ["tail_bucket", "renormalise", "none"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "total_variation"])
+def test_top_k_of_every_mode_equals_its_twin(interpreted, divergence, mode):
+    assert interpreted.run(compare_top_k, 1, divergence=divergence, mode=mode) == [None]
+
+
+@pytest.mark.parametrize("case", [
+    {"dtype": "bfloat16", "window": ODD, "num_kept": 100},
+    {"transforms": TRANSFORMS},
+    {"with_labels": False},
+    {"num_kept": 0, "kd_coef": 0.0},
+    {"window": {"num_rows": 4, "num_columns": 64, "num_true": 0}, "num_kept": 5},
+], ids=["K=100 in bf16", "softcap", "no labels", "labels alone", "no true column"])
+def test_top_k_edge_equals_its_twin(interpreted, case):
+    assert interpreted.run(compare_top_k, 1, **{"divergence": "forward_kl", "mode": "tail_bucket", **case}) == [None]
