@@ -26,7 +26,7 @@ class Reporter:
     def say(self, text) -> None:
         """A line, a table or another Rich object, above the bar if there is one."""
         if self._console is not None:
-            (self._bar.console if self._bar else self._console).print(text)
+            (self._bar.console if self._bar else self._console).print(text, soft_wrap=isinstance(text, str))
 
     def start(self, title: str, total: int, done: int = 0) -> None:
         """Begin counting to `total`."""
@@ -88,7 +88,7 @@ class ProgressCallback:
         for i, (step, seconds, metrics) in enumerate(rows):
             self._history.add_step(step, seconds=seconds + (waited_s if i == len(rows) - 1 else 0.0), tokens=self._tokens, metrics=metrics)
         recent = [r["seconds"] for r in list(self._history.steps.values())[-20:]]
-        note = "  ".join(f"{name} {value:.3f}" for name, value in rows[-1][2].items()) + f"  {self._tokens * len(recent) / sum(recent):,.0f} tokens/s"
+        note = shown(rows[-1][2]) + f"  {self._tokens * len(recent) / sum(recent):,.0f} tokens/s"
         self._reporter.advance("training", done, self._train_iters, note, (self._train_iters - done) * sum(recent) / len(recent))
         if done == self._train_iters:
             self._reporter.finish()
@@ -106,7 +106,13 @@ class ProgressCallback:
         """Write the result down and say it."""
         metrics, step = numbers(context.total_loss_dict or {}), context.state.train_state.step
         self._history.add_evaluation(step, metrics)
-        self._reporter.say(f"held-out after {step} steps: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        self._reporter.say(f"held-out after {step} steps: " + shown(metrics))
+
+
+def shown(metrics: Mapping[str, float]) -> str:
+    """KD and cross-entropy where there are both, else every loss."""
+    names = [name for name in ("kd loss", "ce loss") if name in metrics] or [name for name in metrics if name.endswith("loss")]
+    return "  ".join(f"{name} {metrics[name]:.3f}" for name in names)
 
 
 def numbers(losses: Mapping) -> dict[str, float]:

@@ -27,8 +27,9 @@ class EvaluateFirst:
     nor the iterators of the run are touched; every rank takes part.
     """
 
-    def __init__(self, forward_step: Callable, callbacks: Sequence):
-        self._forward_step, self._callbacks = forward_step, callbacks
+    def __init__(self, attached, callbacks: Sequence):
+        """`attached` has `forward_step` and the context manager `evaluating(iterator)`, as attach() returns it."""
+        self._attached, self._callbacks = attached, callbacks
 
     def on_train_start(self, context) -> None:
         """Runs the evaluation where the run starts at step 0."""
@@ -39,8 +40,9 @@ class EvaluateFirst:
         from megatron.bridge.training.eval import evaluate
 
         consumed = state.train_state.consumed_valid_samples
-        evaluate(state, self._forward_step, _validation_iterator(state, context.model), context.model, None, state.cfg,
-                 callback_manager=normalize_callbacks(list(self._callbacks)))
+        iterator = _validation_iterator(state, context.model)
+        with self._attached.evaluating(iterator):
+            evaluate(state, self._attached.forward_step, iterator, context.model, None, state.cfg, callback_manager=normalize_callbacks(list(self._callbacks)))
         state.train_state.consumed_valid_samples = consumed
 
 
