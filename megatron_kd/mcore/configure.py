@@ -65,6 +65,10 @@ def _check_layout(cfg, model) -> None:
     sequence_parallel = bool(model.sequence_parallel) and tp > 1
     experts = getattr(model, "num_moe_experts", None)
     expert_tp = getattr(model, "expert_tensor_parallel_size", None) or tp
+    vocab_size = getattr(cfg.model, "vocab_size", None) or getattr(model, "vocab_size", None)
+    if vocab_size and vocab_size % tp:
+        _refuse("vocab_size", vocab_size, f"must divide by tp = {tp}: Bridge pads only a vocabulary whose size it takes from the tokenizer",
+                f"Choose another tp, or enlarge the student's embedding and head to {-(-vocab_size // tp) * tp}")
     if pp == 2 and vpp > 1 and not cfg.comm_overlap and not (model.overlap_p2p_comm and not model.batch_p2p_comm):
         _refuse("virtual_pipeline_model_parallel_size", vpp, "with two pipeline stages Megatron's batched p2p mixes up activations and gradients, silently",
                 "Set model.overlap_p2p_comm=True and model.batch_p2p_comm=False")

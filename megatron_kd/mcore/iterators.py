@@ -26,13 +26,6 @@ def intercept_iterators(receive: Callable[[object, object, object], None]) -> No
     setup.setup_data_iterators = setup_data_iterators
 
 
-def raw_iterator(data_iterator):
-    """The RerunDataIterator under a forward step's iterator, through VPP's per-chunk cache; None under a split global batch."""
-    cache = getattr(data_iterator, "cache", None)
-    inner = getattr(cache, "iterator", data_iterator)
-    return inner if hasattr(inner, "iterable") else None
-
-
 def slide_under(rerun_iterator, make: Callable[[Iterator], Iterator]) -> Iterator:
     """Replace what a RerunDataIterator reads by `make(what it read)`, in place; returns the new iterator."""
     rerun_iterator.iterable = make(rerun_iterator.iterable)
@@ -55,6 +48,13 @@ def num_microbatches_at(consumed_samples: int) -> int:
     calculator = copy.copy(module._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
     calculator.update(consumed_samples, consistency_check=False, verbose=False)
     return calculator.get()
+
+
+def num_microbatches_now() -> int:
+    """Micro-batches of the training step that is running."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    return get_num_microbatches()
 
 
 def num_eval_microbatches(cfg, dp_size: int) -> int:

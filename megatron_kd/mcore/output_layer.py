@@ -17,6 +17,7 @@ import torch
 from megatron_kd.errors import UnsupportedLayout, rule
 from megatron_kd.kernels.spec import HeadTransform
 from megatron_kd.loss.scratch import HeadGradient
+from megatron_kd.mcore.mtp import MtpWeights, restore_acceptance, silence_acceptance
 from megatron_kd.mcore.weight_grad import head_gradient
 
 
@@ -24,8 +25,8 @@ from megatron_kd.mcore.weight_grad import head_gradient
 class HeadCall:
     """One use of the output layer: what the loss needs, free of Megatron's types."""
 
-    hidden_tbH: torch.Tensor
-    """[t, b, H] on every tensor-parallel rank; under SP gathered, its backward reduce-scatters partial sums."""
+    hidden_pbH: torch.Tensor
+    """[p, b, H] this rank's positions: all t, or its part of them under sequence parallelism."""
     weight_VH: torch.Tensor
     """[V_padded/tp, H] the head's shard (the embedding's where tied)."""
     bias_V: torch.Tensor | None
@@ -34,14 +35,14 @@ class HeadCall:
     """int64 [b, t]."""
     tp_group: torch.distributed.ProcessGroup
     """Ranks that hold the other shards."""
-    sums_dx: bool
-    """Whether the loss must all-reduce dX itself; False where the gather's backward already sums over ranks (SP)."""
+    is_sequence_parallel: bool
+    """Whether p = t / tp."""
     dw: HeadGradient | None
     """Delivery of the weight gradient; None where no gradient is asked for."""
     transform: HeadTransform
     """Logit scale and soft-cap of this head."""
-    is_mtp: bool
-    """A multi-token-prediction depth: cross-entropy only."""
+    mtp_weights_bt: torch.Tensor | None
+    """[b, t] weights of a multi-token-prediction depth (cross-entropy only); None for the main head."""
 
 
 Handler = Callable[[HeadCall, object], torch.Tensor]
@@ -106,7 +107,7 @@ class OutputLayerHook:
         if self._context is None:
             return None
         if self._has_mtp or not self._is_official:
-            self._override_layer()
+            self._override_layer(kwargs)
         if self._is_official:
             kwargs = dict(kwargs, output_processor=self._process, output_processor_context=self._context)
         return args, kwargs
@@ -122,43 +123,45 @@ class OutputLayerHook:
     def _process(self, *, hidden_states, output_layer, output_weight, labels, context, **_):
         """megatron-core's output_processor: what it returns is the model's output."""
         self._restore_layer()
-        output_layer.forward = lambda x, weight=None, **_: self._handle(x, weight, labels, context, is_mtp=False)
+        output_layer.forward = lambda x, weight=None, **_: self._handle(x, weight, labels, context)
         try:
             return output_layer(hidden_states, weight=output_weight)
         finally:
             del output_layer.forward
 
-    def _override_layer(self) -> None:
-        """For one forward: the layer passes hidden states through, and the loss function receives them as its "logits"."""
-        is_mtp = self._is_official
-        context = self._context
+    def _override_layer(self, kwargs) -> None:
+        """For one forward: the layer passes hidden states through, and the loss function receives them as its "logits".
+
+        On models with the official hook these are the MTP depths, which come before the main head; on others the main head.
+        """
+        context, depths = self._context, MtpWeights(self._lm, kwargs) if self._is_official else None
 
         def forward(x, weight=None, **_):
             self._deferred_weight = weight
             return x, None
 
         def loss(labels, hidden):
-            return self._handle(hidden, self._deferred_weight, labels, context, is_mtp=is_mtp)
+            weights = None if depths is None else depths.next(labels)
+            return self._handle(hidden, self._deferred_weight, labels, context, mtp_weights_bt=weights)
 
         self._lm.output_layer.forward = forward
         self._lm.compute_language_model_loss = loss
+        if depths is not None:
+            silence_acceptance()
 
     def _restore_layer(self) -> None:
+        restore_acceptance()
         vars(self._lm.output_layer).pop("forward", None)
         vars(self._lm).pop("compute_language_model_loss", None)
         self._deferred_weight = None
 
-    def _handle(self, hidden_pbH, weight, labels_bt, context, *, is_mtp: bool) -> torch.Tensor:
+    def _handle(self, hidden_pbH, weight, labels_bt, context, *, mtp_weights_bt=None) -> torch.Tensor:
         layer = self._lm.output_layer
         weight = layer.weight if weight is None else weight
-        sequence_parallel = layer.sequence_parallel and layer.tp_group.size() > 1
-        if sequence_parallel:
-            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-            hidden_pbH = gather_from_sequence_parallel_region(hidden_pbH, tensor_parallel_output_grad=True, group=layer.tp_group)
         with_gradient = torch.is_grad_enabled() and weight.requires_grad
-        call = HeadCall(hidden_tbH=hidden_pbH, weight_VH=weight, bias_V=layer.bias, labels_bt=labels_bt, tp_group=layer.tp_group, sums_dx=not sequence_parallel,
-                        dw=self._gradient_of(weight) if with_gradient else None, transform=head_transform(self._lm), is_mtp=is_mtp)
+        call = HeadCall(hidden_pbH=hidden_pbH, weight_VH=weight, bias_V=layer.bias, labels_bt=labels_bt, tp_group=layer.tp_group,
+                        is_sequence_parallel=bool(layer.sequence_parallel) and layer.tp_group.size() > 1, dw=self._gradient_of(weight) if with_gradient else None,
+                        transform=head_transform(self._lm), mtp_weights_bt=mtp_weights_bt)
         return self._handler(call, context)
 
     def _gradient_of(self, weight) -> HeadGradient:

@@ -1,0 +1,71 @@
+"""The fused loss on one micro-batch of a Megatron model: rows selected, teacher's rows paired, per-token losses put back in place.
+
+Owns what lies between a HeadCall (mcore/output_layer.py) and `fused_linear_kd`. Called by the engine.
+Shape letters: b sequences, t positions of this context-parallel rank, p positions of this rank, N rows, V shard columns, H width.
+"""
+
+import torch
+
+from megatron_kd.config.schema import LossConfig
+from megatron_kd.errors import NonFiniteTeacher, rule
+from megatron_kd.loss.flags import DeviceFlags
+from megatron_kd.loss.fused import KDOutput, fused_linear_kd
+from megatron_kd.loss.objective import Objective
+from megatron_kd.loss.signals import HiddenTeacher, Teacher, TopKTeacher
+from megatron_kd.mcore.output_layer import HeadCall
+from megatron_kd.rows import RowBlock, TopKBlock
+from megatron_kd.student.selection import RowSelection, align
+from megatron_kd.student.targets import TeacherHead
+from megatron_kd.vocab import VocabSpec
+
+
+def objective_of(loss: LossConfig, step: int, train_iters: int) -> Objective:
+    """The objective in force at `step`, its weights taken from the schedule."""
+    kd_weight, ce_weight = loss.weights_at(step, train_iters)
+    return Objective(divergence=loss.divergence, beta=loss.beta, skew=loss.skew, temperature=loss.temperature, temperature_scaling=loss.temperature_scaling,
+                     kd_weight=kd_weight, ce_weight=ce_weight, top_k_mode=loss.top_k_mode)
+
+
+def teacher_of(rows: RowBlock | TopKBlock, head: TeacherHead | None, selection: RowSelection, device: torch.device) -> Teacher:
+    """A source's rows as the loss's teacher, in the selection's order, on `device`."""
+    index_N = align(rows, selection)
+
+    def pick(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device) if index_N is None else tensor.index_select(0, index_N.to(tensor.device)).to(device)
+
+    if isinstance(rows, TopKBlock):
+        return TopKTeacher(ids_NK=pick(rows.ids_NK), log_probs_NK=pick(rows.log_probs_NK), tail_N=pick(rows.tail_N))
+    assert head is not None, "hidden rows without the teacher's head"
+    return HiddenTeacher(rows_NH=pick(rows.hidden_NH).to(head.weight_VH.dtype), head_VH=head.weight_VH, bias_V=head.bias_V, transform=head.transform)
+
+
+def check_finite(teacher: Teacher, source: str, where: str) -> None:
+    """NonFiniteTeacher naming `source`, `where` and the number of rows. Waits for the device: for CPU tensors, where that is free."""
+    tensor = teacher.rows_NH if isinstance(teacher, HiddenTeacher) else teacher.tail_N[:, None]
+    num_bad = int((~torch.isfinite(tensor).all(dim=-1)).sum())
+    if num_bad:
+        raise NonFiniteTeacher(rule(f"rows of {source} with NaN or infinity", num_bad, f"must be 0 of {tensor.shape[0]} ({where})",
+                                    "Check the teacher's checkpoint and dtype, or set loss.on_nonfinite=drop_rows"))
+
+
+def fused_loss(call: HeadCall, selection: RowSelection, teacher: Teacher | None, objective: Objective, vocab: VocabSpec, loss: LossConfig, flags: DeviceFlags) -> KDOutput:
+    """Losses of the selected rows, [N]; gradients formed for weights `selection.weights_N`."""
+    hidden = call.hidden_pbH
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    device, tp = flat.device, call.tp_group.size()
+    rows_per_rank = selection.rows_per_rank(tp) if call.is_sequence_parallel else None
+    if not selection.is_all:
+        index = selection.of_rank(call.tp_group.rank(), tp) if call.is_sequence_parallel else selection.hidden_index_N
+        flat = flat.index_select(0, index.to(device))
+    labels_N = call.labels_bt.reshape(-1).index_select(0, selection.output_index_N.to(device))
+    return fused_linear_kd(flat, call.weight_VH, teacher, vocab=vocab, objective=objective, labels_N=labels_N, weights_N=selection.weights_N.to(device),
+                           tp_group=call.tp_group if tp > 1 else None, rows_per_rank=rows_per_rank, head_bias_V=call.bias_V, student_transform=call.transform,
+                           dw=call.dw, on_nonfinite=loss.on_nonfinite, flags=flags, window_rows=loss.window_rows, backend=loss.backend)
+
+
+def scatter(loss_N: torch.Tensor, selection: RowSelection, shape_bt: torch.Size) -> torch.Tensor:
+    """[b, t] with the rows' losses in place and 0 elsewhere, as compute_language_model_loss returns it."""
+    if selection.is_all and shape_bt[0] == 1:
+        return loss_N.view(shape_bt)
+    flat = loss_N.new_zeros(shape_bt.numel()).index_put((selection.output_index_N.to(loss_N.device),), loss_N)
+    return flat.view(shape_bt)
