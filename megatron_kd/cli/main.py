@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 
-from megatron_kd import __version__
+import megatron_kd
 from megatron_kd.errors import KDError
 
 COMMANDS = {
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         print(_overview())
         return 0 if argv else EXIT_USAGE
     if argv[0] == "--version":
-        print(f"megatron-kd {__version__}")
+        print(f"megatron-kd {megatron_kd.__version__}")
         return 0
     if argv[0] not in COMMANDS:
         print(f"megatron-kd: no command {argv[0]!r}. Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
@@ -59,5 +59,5 @@ def main(argv: list[str] | None = None) -> int:
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"megatron-kd {__version__}: knowledge distillation for Megatron-Core and Megatron-Bridge", "", "usage: megatron-kd COMMAND ...   (megatron-kd COMMAND --help)", ""]
+    lines = [f"megatron-kd {megatron_kd.__version__}: knowledge distillation for Megatron-Core and Megatron-Bridge", "", "usage: megatron-kd COMMAND ...   (megatron-kd COMMAND --help)", ""]
     return "\n".join(lines + [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()])
