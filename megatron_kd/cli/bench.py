@@ -177,15 +177,19 @@ class Bench:
         """Forward and backward, or forward alone for evaluation."""
         case = replace(case, ce_weight=case.ce_weight if method.has_ce else 0.0, tail_bucket=method.tail_bucket)
 
-        def step():
+        def forget():
             case.student_NH.grad = case.head_VH.grad = None
+
+        def step():
+            forget()
             with torch.set_grad_enabled(method.target != "evaluation"):
                 loss = method.loss(case)
             if loss.requires_grad:
                 loss.backward()
 
-        measured = measure(step, device=self.device, budget_s=self.args.budget_s, group=self.group if method.ours and not method.alone else None)
-        case.student_NH.grad = case.head_VH.grad = None
+        measured = measure(step, device=self.device, budget_s=self.args.budget_s, forget=forget,
+                           group=self.group if method.ours and not method.alone else None)
+        forget()
         return measured
 
     def run(self) -> None:

@@ -136,15 +136,18 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def measure(step: Callable[[], None], *, device: torch.device, budget_s: float, group: dist.ProcessGroup | None = None) -> Measured:
+def measure(step: Callable[[], None], *, device: torch.device, budget_s: float, group: dist.ProcessGroup | None = None,
+            forget: Callable[[], None] = lambda: None) -> Measured:
     """Median time of `step` and its peak: a call to warm up, one for the peak, then at least 3, filling `budget_s`.
 
-    With `group` every rank repeats equally often, and the slowest rank's median counts.
+    `forget` drops what the last step left behind (gradients), so that the peak counts it in full. With `group` every rank repeats
+    equally often, and the slowest rank's median counts.
     """
     gc.collect()
     try:
         if device.type == "cuda":
             step()
+            forget()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             base = torch.cuda.memory_allocated()

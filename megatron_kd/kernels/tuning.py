@@ -13,3 +13,5 @@ JOIN = {"BLOCK": 128, "num_warps": 4}
 """join_stats: BLOCK rows a program."""
 TOP_K = {"num_warps": 4}
 """The top-K kernels on R x K numbers: one row a program."""
+SCALE = {"BLOCK": 4096, "num_warps": 8}
+"""scale: BLOCK elements a program."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_kd.errors import ConfigError, GradientContractError, VocabMismatch, rule
 from megatron_kd.kernels.dispatch import Backend, kernels_for
+from megatron_kd.kernels.scale import scaled
 from megatron_kd.kernels.spec import ELSEWHERE, NO_LABEL
 from megatron_kd.kernels.torch_twin import accumulate_dtype
 from megatron_kd.loss.flags import BAD_GRADIENTS, BAD_IDS, DeviceFlags, contract_message
@@ -152,7 +153,7 @@ class _FusedLinearKD(torch.autograd.Function):
             dx, dw_VH, dbias = ctx.formed
             ctx.formed = ()
             c = _constant(grad_N, ctx.weights_N, ctx.flags)
-            dx = None if dx is None else dx.mul_(c)
+            dx = None if dx is None else scaled(dx, c, dx)
         head_grad = None if dw_VH is None else ctx.dw.deliver(dw_VH, c, ctx.dtypes[0])
         bias_grad = None if dbias is None else (dbias * c).to(ctx.dtypes[1])
         return (dx, head_grad, bias_grad, *nothing[3:])

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_kd.kernels.scale import scaled
+
 Deliver = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
@@ -47,7 +49,7 @@ class HeadGradient:
         if self._deliver is not None:
             grad = self._deliver(dw_VH, c)
         else:
-            grad = dw_VH.mul_(c).to(head_dtype)
+            grad = scaled(dw_VH, c, dw_VH if dw_VH.dtype == head_dtype else torch.empty_like(dw_VH, dtype=head_dtype))
             if grad is dw_VH:  # given away to autograd: it must not be handed out again
                 self._num_buffers -= 1
                 return grad

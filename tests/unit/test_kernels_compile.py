@@ -12,3 +12,16 @@ def test_kernel_compiles_for_hopper_with_16_byte_accesses_and_without_spills(ker
     assert "st.local" not in compiled.asm["ptx"] and "ld.local" not in compiled.asm["ptx"]
     if kernel.startswith(("row", "tail")):
         assert ".v4.b32" in compiled.asm["ptx"], "logits must be loaded 16 bytes at a time"
+
+
+def test_scale_compiles_for_hopper():
+    import triton
+    from triton.compiler import ASTSource
+
+    from megatron_kd.kernels import triton_scale, tuning
+    from tests.unit.triton_compile import HOPPER
+
+    options = dict(tuning.SCALE)
+    source = ASTSource(triton_scale.scale_kernel, {"source": "*fp32", "factor": "*fp32", "target": "*bf16", "num": "i32", "BLOCK": "constexpr"},
+                       {(4,): options.pop("BLOCK")}, {(i,): [["tt.divisibility", 16]] for i in (0, 2, 3)})
+    assert ".v4.b32" in triton.compile(source, target=HOPPER, options=options).asm["ptx"]

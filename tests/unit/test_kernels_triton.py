@@ -125,3 +125,19 @@ def test_top_k_of_every_mode_equals_its_twin(interpreted, divergence, mode):
 ], ids=["K=100 in bf16", "softcap", "no labels", "labels alone", "no true column"])
 def test_top_k_edge_equals_its_twin(interpreted, case):
     assert interpreted.run(compare_top_k, 1, **{"divergence": "forward_kl", "mode": "tail_bucket", **case}) == [None]
+
+
+def scale_rounds_once(rank, world, *, source, target):
+    import torch
+
+    import tests.unit.triton_interpreter  # noqa: F401
+    from megatron_kd.kernels.triton_scale import scale
+
+    x, c = torch.randn(57, 211).to(getattr(torch, source)), torch.tensor(0.37)
+    out = scale(x, c, torch.full(x.shape, float("nan"), dtype=getattr(torch, target)))
+    return torch.equal(out, (x.float() * c).to(out.dtype))
+
+
+@pytest.mark.parametrize("source, target", [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")])
+def test_scaled_gradients_are_rounded_once(interpreted, source, target):
+    assert interpreted.run(scale_rounds_once, 1, source=source, target=target) == [True]
