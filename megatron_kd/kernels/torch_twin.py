@@ -44,18 +44,21 @@ def row_stats(student_RV: torch.Tensor, teacher_RV: torch.Tensor, labels_R: torc
         out_RS.zero_()
         out_RS[:, [MAX_S, MAX_T]] = NEG_INF
         return
-    tau = spec.temperature
     for rows in _blocks(student_RV):
-        z_s, z_t, out = _logits(student_RV[rows], spec.student, spec.num_true), _logits(teacher_RV[rows], spec.teacher, spec.num_true), out_RS[rows]
-        max_s, max_t = z_s.amax(1), z_t.amax(1)
-        e_s, e_t = ((z_s - max_s[:, None]) / tau).exp_(), ((z_t - max_t[:, None]) / tau).exp_()
-        out[:, MAX_S], out[:, SUM_S], out[:, MAX_T], out[:, SUM_T] = max_s, e_s.sum(1), max_t, e_t.sum(1)
-        out[:, SUM_CE] = out[:, SUM_S] if tau == 1.0 else (z_s - max_s[:, None]).exp_().sum(1)
-        out[:, CROSS] = _cross(z_s, z_t, e_s, e_t, spec)
-        out[:, LABEL] = 0.0
-        if labels_R is not None:
-            held = labels_R[rows] >= 0
-            out[:, LABEL] = torch.where(held, z_s.gather(1, labels_R[rows].clamp_min(0).long()[:, None])[:, 0], 0.0)
+        _row_stats_block(student_RV[rows], teacher_RV[rows], None if labels_R is None else labels_R[rows], spec, out_RS[rows])
+
+
+def _row_stats_block(u_s: torch.Tensor, u_t: torch.Tensor, labels: torch.Tensor | None, spec: PairSpec, out: torch.Tensor) -> None:
+    tau = spec.temperature
+    z_s, z_t = _logits(u_s, spec.student, spec.num_true), _logits(u_t, spec.teacher, spec.num_true)
+    max_s, max_t = z_s.amax(1), z_t.amax(1)
+    e_s, e_t = ((z_s - max_s[:, None]) / tau).exp_(), ((z_t - max_t[:, None]) / tau).exp_()
+    out[:, MAX_S], out[:, SUM_S], out[:, MAX_T], out[:, SUM_T] = max_s, e_s.sum(1), max_t, e_t.sum(1)
+    out[:, SUM_CE] = out[:, SUM_S] if tau == 1.0 else (z_s - max_s[:, None]).exp_().sum(1)
+    out[:, CROSS] = _cross(z_s, z_t, e_s, e_t, spec)
+    out[:, LABEL] = 0.0
+    if labels is not None:
+        out[:, LABEL] = torch.where(labels >= 0, z_s.gather(1, labels.clamp_min(0).long()[:, None])[:, 0], 0.0)
 
 
 def join_stats(stats_tRS: torch.Tensor, labels_R: torch.Tensor | None, spec: PairSpec, out_RJ: torch.Tensor) -> None:
@@ -88,9 +91,9 @@ def row_values(student_RV: torch.Tensor, teacher_RV: torch.Tensor, joined_RJ: to
     """This shard's sum of f and of its slope phi into out_R2, for divergences outside ONE_PASS; additive over shards."""
     assert spec.divergence not in ONE_PASS
     for rows in _blocks(student_RV):
-        log_p, log_q = _log_probs(student_RV[rows], teacher_RV[rows], joined_RJ[rows], spec)
-        value, slope = value_and_slope(log_p, log_q, spec)
-        out_R2[rows, 0], out_R2[rows, 1] = value.sum(1), slope.sum(1)
+        value_slope = value_and_slope(*_log_probs(student_RV[rows], teacher_RV[rows], joined_RJ[rows], spec), spec)
+        out_R2[rows, 0], out_R2[rows, 1] = (part.sum(1) for part in value_slope)
+        del value_slope
 
 
 def row_grad(student_RV: torch.Tensor, teacher_RV: torch.Tensor, joined_RJ: torch.Tensor, weights_R: torch.Tensor, labels_R: torch.Tensor | None,
@@ -104,18 +107,24 @@ def row_grad(student_RV: torch.Tensor, teacher_RV: torch.Tensor, joined_RJ: torc
     if spec.num_true == 0:
         return
     for rows in _blocks(student_RV):
-        u_s, joined, weights = student_RV[rows, :spec.num_true], joined_RJ[rows], weights_R[rows, None].to(joined_RJ.dtype)
-        log_p, log_q = _log_probs(u_s, teacher_RV[rows], joined, spec)
-        slope = log_p.exp().neg_() if spec.divergence == "forward_kl" else value_and_slope(log_p, log_q, spec)[1]
-        grad = (slope - log_q.exp_() * joined[:, SLOPE, None]).mul_(spec.kd_coef)
-        z_s = _logits(u_s, spec.student, spec.num_true)
-        if labels_R is not None and spec.ce_coef != 0.0:
-            has_label = (labels_R[rows, None] != NO_LABEL).to(grad.dtype) * spec.ce_coef
-            grad.add_((z_s - joined[:, LSE_CE, None]).exp_().mul_(has_label))
-            here = (labels_R[rows, None] >= 0).to(grad.dtype) * spec.ce_coef
-            grad.scatter_add_(1, labels_R[rows, None].clamp_min(0).long(), -here)
-        grad = torch.where(weights == 0, 0.0, grad.mul_(_slope_of_transform(z_s, spec.student)).mul_(weights))
-        student_RV[rows, :spec.num_true] = grad.to(student_RV.dtype)
+        labels = None if labels_R is None else labels_R[rows, None]
+        weights = weights_R[rows, None].to(joined_RJ.dtype)
+        student_RV[rows, :spec.num_true] = _row_grad_block(student_RV[rows], teacher_RV[rows], joined_RJ[rows], weights, labels, spec).to(student_RV.dtype)
+
+
+def _row_grad_block(u_s: torch.Tensor, u_t: torch.Tensor, joined: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor | None, spec: PairSpec) -> torch.Tensor:
+    log_p, log_q = _log_probs(u_s, u_t, joined, spec)
+    slope = log_p.exp_().neg_() if spec.divergence == "forward_kl" else value_and_slope(log_p, log_q, spec)[1]
+    del log_p
+    grad = slope.sub_(log_q.exp_().mul_(joined[:, SLOPE, None])).mul_(spec.kd_coef)
+    del log_q
+    z_s = _logits(u_s, spec.student, spec.num_true)
+    if labels is not None and spec.ce_coef != 0.0:
+        has_label = (labels != NO_LABEL).to(grad.dtype) * spec.ce_coef
+        grad.add_((z_s - joined[:, LSE_CE, None]).exp_().mul_(has_label))
+        grad.scatter_add_(1, labels.clamp_min(0).long(), (labels >= 0).to(grad.dtype) * -spec.ce_coef)
+    grad.mul_(_slope_of_transform(z_s, spec.student)).mul_(weights)
+    return grad.masked_fill_(weights == 0, 0.0)
 
 
 def tail_stats(student_RV: torch.Tensor, spec: PairSpec, out_R2: torch.Tensor) -> None:

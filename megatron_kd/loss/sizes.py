@@ -13,7 +13,7 @@ from megatron_kd.loss.window import WindowPlan, plan_windows
 
 FLOAT_BYTES = 4
 """Statistics, losses, weights and dW are float32."""
-TWIN_TEMPORARIES = {"one_pass": 8, "two_pass": 14, "sparse": 4}
+TWIN_TEMPORARIES = {"one_pass": 8, "two_pass": 11, "sparse": 4}
 """Blocks of TWIN_BLOCK_ELEMENTS float32 numbers alive at once in the torch backend's costliest kernel."""
 CPU_BLOCK_COLUMNS = 4096
 """Columns of a dW GEMM on the CPU that are cast to float32 at once (only for lower dtypes)."""
