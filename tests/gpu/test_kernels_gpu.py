@@ -6,6 +6,7 @@ import torch
 from megatron_kd.cli.bench_measure import Shape, gradients, in_double, make_case
 from megatron_kd.cli.bench_methods import dense_divergence, dense_top_k
 from megatron_kd.kernels import torch_twin
+from megatron_kd.kernels.scale import scaled
 from megatron_kd.kernels.spec import HeadTransform
 from megatron_kd.loss.fused import fused_linear_kd
 from megatron_kd.loss.objective import Objective
@@ -51,6 +52,12 @@ def test_top_k_kernels_equal_their_twin_at_a_llama_vocabulary(divergence, mode):
     spec = cases.make_spec(divergence, 128_200, temperature=2.5 if mode == "renormalise" else 1.0)
     window = cases.make_window(37, 128_256, spec.num_true, dtype=torch.bfloat16, device=CUDA)
     assert cases.top_k_error(triton_rows, window, cases.make_top_k(37, spec.num_true, 100, device=CUDA), mode, spec) is None
+
+
+@pytest.mark.parametrize("source, target", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)])
+def test_scaled_gradients_are_rounded_once(source, target):
+    x, c = torch.randn(1001, 4097, device=CUDA).to(source), torch.tensor(0.37, device=CUDA)
+    assert torch.equal(scaled(x, c, torch.full_like(x, float("nan"), dtype=target)), (x.float() * c).to(target))
 
 
 def ours(case, *, divergence=None, weights_N=None, **options):
