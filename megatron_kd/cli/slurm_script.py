@@ -54,7 +54,7 @@ def slurm_script(job: SlurmJob) -> str:
     """The sbatch file."""
     replica_nodes = job.replicas * job.nodes_per_replica
     gpus = [f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
-    shared = [f"--job-name={job.name}", f"--time={job.time}", "--requeue", "--open-mode=append", "--no-kill=on", "--signal=B:USR1@180", f"--output={job.output_dir}/slurm-%j.out"]
+    shared = [f"--job-name={job.name}", f"--time={job.time}", "--requeue", "--open-mode=append", "--no-kill", "--signal=B:USR1@180", f"--output={job.output_dir}/slurm-%j.out"]
     every = ["--exclusive", *gpus]
     if job.heterogeneous and replica_nodes:
         first = [*shared, f"--nodes={job.student_nodes}", *every, *job.student_directives]
@@ -155,6 +155,8 @@ while true; do
   wait "$student"; status=$?
   kill -0 "$student" 2> /dev/null || break
 done
+
+trap - USR1 TERM
 
 [ -n "${FINISHED:-}" ] && touch "$FINISHED"
 ((${#teacher_jobs[@]})) 2> /dev/null && kill -TERM "${teacher_jobs[@]}" 2> /dev/null
