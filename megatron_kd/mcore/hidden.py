@@ -28,7 +28,7 @@ class Inputs:
 def hidden_fwd(lm: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
     """[p, b, H] on the last stage; on others the activations that the pipeline sends on. Call it under no_grad."""
     position_ids = inputs.position_ids_bt
-    if getattr(lm.config, "mrope_section", None):  # text only: the three axes of multimodal rotary positions agree
+    if getattr(lm, "position_embedding_type", None) == "mrope":  # text only: the three axes of multimodal rotary positions agree
         position_ids = position_ids.unsqueeze(0).expand(3, *position_ids.shape)
     arguments = {"input_ids": inputs.tokens_bt, "position_ids": position_ids, "attention_mask": None, "packed_seq_params": inputs.packed}
     if not lm.post_process:

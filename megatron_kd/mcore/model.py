@@ -7,6 +7,7 @@ the converters. The CPU runtime must be installed first where there is no GPU.
 import contextlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -101,6 +102,8 @@ def check_divisible(provider, layout: ParallelLayout) -> None:
             raise UnsupportedLayout(rule(name, value, f"must divide by tp = {layout.tp}", f"Choose tp among the divisors of {value}"))
     if layout.ep > 1 and not experts:
         raise UnsupportedLayout(rule("ep", layout.ep, "this model has no experts", "Set ep=1"))
+    if experts and layout.expert_tp > 1 and getattr(provider, "add_bias_linear", False):
+        raise UnsupportedLayout(rule("etp", layout.expert_tp, "experts with a bias (GPT-OSS) cannot be split over tensor ranks", "Set etp=1"))
     if experts and experts % layout.ep:
         raise UnsupportedLayout(rule("num_moe_experts", experts, f"must divide by ep = {layout.ep}", f"Choose ep among the divisors of {experts}"))
     stages = layout.pp * (layout.vpp or 1)
@@ -151,10 +154,22 @@ def build_model(provider, *, seed: int | None = None) -> list[torch.nn.Module]:
     return chunks
 
 
+def has_experts(source: str | os.PathLike | object) -> bool:
+    """Whether a Hugging Face model has mixture-of-experts layers, by its configuration."""
+    if isinstance(source, (str, os.PathLike)):
+        from transformers import AutoConfig
+
+        source = AutoConfig.from_pretrained(source)
+    text = getattr(source, "text_config", source)
+    return any((getattr(text, name, None) or 0) > 1 for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+
+
 def teacher_provider(source: str | os.PathLike | object, *, layout: ParallelLayout, dtype: torch.dtype = torch.bfloat16, seq_length: int | None = None,
                      load_weights: bool = True, overrides: Mapping[str, object] | None = None):
-    """`provider_for` with what a frozen forward-only model needs: no MTP, no dropout, no recompute, no VPP."""
-    forward_only = ParallelLayout(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=layout.etp, dp=layout.dp, sequence_parallel=layout.sequence_parallel)
+    """`provider_for` with what a frozen forward-only model needs: no MTP, no dropout, no recompute, no VPP. A model without experts ignores ep."""
+    forward_only = replace(layout, vpp=None)
+    if layout.ep > 1 and not has_experts(source):
+        forward_only = replace(forward_only, ep=1, etp=None)
     return provider_for(source, layout=forward_only, dtype=dtype, seq_length=seq_length, load_weights=load_weights, overrides={**FORWARD_ONLY, **(overrides or {})})
 
 
