@@ -8,8 +8,10 @@ The same for a Hugging Face directory and for a Megatron model exported through 
 bfloat16 image of its Hugging Face form: MXFP4 pairs are expanded, tied heads count once, text-model prefixes are unified.
 """
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -57,6 +59,30 @@ def fingerprint_hf(directory: str | Path) -> str:
     """teacher_fingerprint of a Hugging Face directory (config.json, tokenizer and *.safetensors)."""
     directory = Path(directory)
     return teacher_fingerprint(hf_tensors(directory), config=read_config(directory), tokenizer_dir=directory)
+
+
+def cached_fingerprint(directory: str | Path, *, compute: bool = True) -> str | None:
+    """fingerprint_hf, remembered under names, sizes and modification times of the files; None where it is unknown and not to be computed.
+
+    Remembered in MEGATRON_KD_CACHE, or ~/.cache/megatron_kd; a folder that cannot be written is no error.
+    """
+    directory = Path(directory).resolve()
+    files = sorted(path for pattern in ("*.safetensors", "*.json", "*.model", "*.txt") for path in directory.glob(pattern))
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    key = hashlib.sha256(json.dumps([FORMAT, str(directory), stats]).encode()).hexdigest()[:32]
+    folder = Path(os.environ.get("MEGATRON_KD_CACHE") or Path.home() / ".cache" / "megatron_kd")
+    record = folder / "fingerprints" / key
+    if record.is_file():
+        return record.read_text().strip()
+    if not compute:
+        return None
+    value = fingerprint_hf(directory)
+    with contextlib.suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        draft = record.with_name(f"{key}.{os.getpid()}")
+        draft.write_text(value)
+        draft.rename(record)
+    return value
 
 
 def read_config(directory: str | Path) -> dict:
@@ -149,11 +175,13 @@ def expand_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
     Low nibble first; value = fp4 x 2^(scale - 127); transposed to the layout of a bfloat16 GPT-OSS checkpoint.
     """
-    table = torch.tensor(_FP4, dtype=torch.bfloat16)
+    byte = torch.arange(256)
+    pairs = torch.stack((torch.tensor(_FP4, dtype=torch.bfloat16)[byte & 15], torch.tensor(_FP4, dtype=torch.bfloat16)[byte >> 4]), dim=-1).contiguous()
+    table = pairs.view(torch.int32).reshape(256)  # one look-up a byte gives both its values
     num_experts, out, groups, half = blocks.shape
     result = torch.empty(num_experts, groups * half * 2, out, dtype=torch.bfloat16)
     for expert in range(num_experts):
-        values = torch.stack((table[(blocks[expert] & 15).long()], table[(blocks[expert] >> 4).long()]), dim=-1).reshape(out, groups, half * 2)
+        values = table.index_select(0, blocks[expert].reshape(-1).int()).view(torch.bfloat16).reshape(out, groups, half * 2)
         exponent = scales[expert].to(torch.int32).unsqueeze(-1) - 127
         result[expert] = torch.ldexp(values, exponent).reshape(out, -1).T
     return result

@@ -1,13 +1,14 @@
 """The teacher fingerprint: same teacher, same string; anything that changes an answer changes it."""
 
 import json
+import os
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from megatron_kd.errors import ConfigError
-from megatron_kd.fingerprint import expand_mxfp4, fingerprint_hf, hf_tensors, read_config, teacher_fingerprint
+from megatron_kd.fingerprint import cached_fingerprint, expand_mxfp4, fingerprint_hf, hf_tensors, read_config, teacher_fingerprint
 
 CONFIG = {"model_type": "toy", "hidden_size": 4, "transformers_version": "5.0", "tie_word_embeddings": False}
 
@@ -84,6 +85,19 @@ def test_mxfp4_pair_equals_its_bfloat16_form(teacher):
     packed = teacher({"model.e.down_proj_blocks": blocks, "model.e.down_proj_scales": scales}, name="a")
     assert [name for name, _ in hf_tensors(packed)] == ["model.e.down_proj"]
     assert fingerprint_hf(packed) == fingerprint_hf(teacher({"model.e.down_proj": want.contiguous()}, name="b"))
+
+
+def test_a_remembered_fingerprint_is_forgotten_when_a_file_changes(teacher, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_KD_CACHE", str(tmp_path / "cache"))
+    directory = teacher()
+    assert cached_fingerprint(directory, compute=False) is None
+    want = cached_fingerprint(directory)
+    assert want == fingerprint_hf(directory) == cached_fingerprint(directory, compute=False)
+    changed = weights()
+    changed["model.norm.weight"][0] = 2
+    save_file(changed, directory / "part0.safetensors")
+    os.utime(directory / "part0.safetensors", ns=(1, 1))
+    assert cached_fingerprint(directory, compute=False) is None and cached_fingerprint(directory) != want
 
 
 def test_contradictory_or_empty_sources_are_refused(teacher):
