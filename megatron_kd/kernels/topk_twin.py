@@ -1,6 +1,6 @@
 """The top-K kernels in plain torch: the CPU backend, and the meaning that the Triton kernels are tested against.
 
-One window of one vocabulary shard: no autograd, no collectives, no host sync. Called by loss/topk.py through kernels/dispatch.py.
+One window of one vocabulary shard: no autograd, no collectives, no host sync. Called by loss/steps.py through kernels/dispatch.py.
 The student's tail is everything outside the K kept columns; its distribution over those columns is softmax(z) without them, so
 the dense gradient there is one number a row times that softmax, and only K + 1 outcomes are left to reason about.
 

@@ -1,6 +1,6 @@
 """The top-K kernels in Triton: same functions, arguments and meaning as topk_twin.py.
 
-Called by loss/topk.py through kernels/dispatch.py. One program a row; a row's K kept tokens fit in registers (K up to a few
+Called by loss/steps.py through kernels/dispatch.py. One program a row; a row's K kept tokens fit in registers (K up to a few
 thousand). Besides tail_stats and tail_grad, which read and write the whole window, these touch R x K numbers only.
 """
 

@@ -26,15 +26,16 @@ class Denominator:
     """Multiplies the weighted row losses before their sum."""
 
 
-def denominator_of(weights_N: torch.Tensor, kind: Literal["rows", "weights"]) -> Denominator:
-    """"rows": the number of weights other than 0, as Megatron counts. "weights": the sum of the weights, in 1/1024.
+def denominator_of(weights_N: torch.Tensor, kind: Literal["rows", "weights"], units: int = WEIGHT_UNITS) -> Denominator:
+    """"rows": the number of weights other than 0, as Megatron counts. "weights": the sum of the weights, in 1/`units`.
 
-    weights_N: any shape, not negative for "weights". Errors: ConfigError for another kind. No sync.
+    weights_N: any shape, not negative for "weights". `units` must be the same for all shares of one denominator. Errors: ConfigError
+    for another kind. No sync.
     """
     if kind == "rows":
         return Denominator(count=(weights_N != 0).sum(), factor=1.0)
     if kind == "weights":
-        return Denominator(count=(weights_N.double().sum() * WEIGHT_UNITS).round().long(), factor=float(WEIGHT_UNITS))
+        return Denominator(count=(weights_N.double().sum() * units).round().long(), factor=float(units))
     raise ConfigError(rule("denominator", kind, "must be 'rows' or 'weights'", "Use 'rows', as Megatron does"))
 
 

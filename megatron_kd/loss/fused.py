@@ -19,11 +19,12 @@ from megatron_kd.kernels.spec import ELSEWHERE, NO_LABEL
 from megatron_kd.kernels.torch_twin import accumulate_dtype
 from megatron_kd.loss.flags import BAD_GRADIENTS, BAD_IDS, DeviceFlags, contract_message
 from megatron_kd.loss.objective import Objective
-from megatron_kd.loss.passes import Outcome, Problem, Wanted, run_windows
+from megatron_kd.loss.passes import Wanted, run_windows
 from megatron_kd.loss.reduce import group_rank, group_size
 from megatron_kd.loss.scratch import HeadGradient
 from megatron_kd.loss.signals import HeadTransform, Teacher, TopKTeacher
 from megatron_kd.loss.sizes import default_dw_windows, default_window_rows
+from megatron_kd.loss.steps import Outcome, Problem
 from megatron_kd.loss.window import plan_windows
 from megatron_kd.vocab import VocabSpec
 

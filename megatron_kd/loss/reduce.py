@@ -1,6 +1,6 @@
 """Every collective of the loss. No autograd, no arithmetic on logits.
 
-Called by the window passes (loss/passes.py, loss/topk.py). `group=None` means one vocabulary shard: then nothing is sent.
+Called by the window passes (loss/passes.py, loss/steps.py). `group=None` means one vocabulary shard: then nothing is sent.
 All functions run the same collectives in the same order on every rank of the group, whatever rows it holds: what is sent
 follows from the WindowPlan alone. Letters: R rows of a window, H hidden width, t ranks of the group.
 """

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_kd.kernels import topk_twin, torch_twin
 from megatron_kd.kernels.spec import HeadTransform
 from megatron_kd.loss import check
 from megatron_kd.loss.fused import fused_linear_kd
 from megatron_kd.loss.objective import DIVERGENCES, Objective
-from megatron_kd.loss.signals import HiddenTeacher, LogitsTeacher, TopKTeacher
+from megatron_kd.loss.signals import HiddenTeacher, LogitsTeacher
 from megatron_kd.vocab import VocabSpec
 
 CAPPED = dict(bias=True, student_transform=HeadTransform(scale=0.9, softcap=8.0), teacher_transform=HeadTransform(scale=-1.1, softcap=6.0))
@@ -160,19 +161,16 @@ def test_top_k_ids_may_pass_two_to_the_31():
     start = 3_000_000_000
     ids = torch.tensor([[1, 4, 2], [0, 3, 5]])
     log_p = torch.tensor([[0.5, 0.3, 0.1], [0.6, 0.2, 0.1]]).log()
-    from megatron_kd.kernels import torch_twin
-    from megatron_kd.loss.topk import TopKStep
-
     spec = Objective().pair_spec(6, HeadTransform(), HeadTransform())
-    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
+    logits, tail, weights = torch.randn(2, 6, generator=torch.Generator().manual_seed(0)), torch.full((2,), 0.1), torch.ones(2)
     results = []
     for offset in (0, start):
-        step = TopKStep(TopKTeacher(ids_NK=ids + offset, log_probs_NK=log_p, tail_N=torch.full((2,), 0.1)), spec, "tail_bucket", offset, torch_twin)
-        u, stats = logits.clone(), torch.empty(2, step.num_columns)
-        step.begin(u, ids + offset, None, stats)
-        kd = step.finish(stats[None], log_p, torch.full((2,), 0.1), None)[0]
-        step.grad(u, torch.ones(2))
-        results.append((kd, u))
+        u, stats, joined, grad = logits.clone(), torch.empty(2, topk_twin.NUM_SCALARS + 3), torch.empty(2, topk_twin.NUM_JOINED), torch.empty(2, 3)
+        topk_twin.top_k_take(u, ids + offset, None, offset, spec, stats)
+        torch_twin.tail_stats(u, spec, stats[:, :2])
+        topk_twin.top_k_join(stats[None], log_p, tail, None, "tail_bucket", spec, joined, grad)
+        topk_twin.top_k_grad(u, joined, grad, ids + offset, None, weights, offset, spec)
+        results.append((joined[:, topk_twin.KD], u))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
     assert VocabSpec(true_size=2**32, student_padded=2**32, teacher_padded=2**32, tp=2**10).shard_range(1023)[1] == 2**32
 
