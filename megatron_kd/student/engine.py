@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_kd.errors import ConfigError, DataEnded, DataError, rule
-from megatron_kd.loss.flags import NONFINITE_ROWS, DeviceFlags
+from megatron_kd.loss.denominator import WEIGHT_UNITS, Denominator, denominator_of
+from megatron_kd.loss.flags import DeviceFlags
+from megatron_kd.loss.hidden_term import HiddenTerm
 from megatron_kd.loss.objective import Objective
 from megatron_kd.mcore import configure, iterators
 from megatron_kd.mcore.groups import Groups
@@ -40,14 +42,10 @@ class MicroBatch:
     """Where its TokenBlock is."""
     batch: dict | None = None
     """What the forward step read from its iterator."""
-    kd_sum: torch.Tensor | None = None
-    """Weighted sum of KD over this rank's rows, fp32."""
-    ce_sum: torch.Tensor | None = None
-    """Weighted sum of cross-entropy."""
-    dropped: torch.Tensor | None = None
-    """Rows left out by on_nonfinite: drop_rows."""
-    weights: torch.Tensor | None = None
-    """[N] weights of the rows, on the CPU."""
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Weighted sums over this rank's rows, fp32, by their name in Megatron's log."""
+    denominator: Denominator | None = None
+    """What these sums are divided by."""
 
     @property
     def where(self) -> str:
@@ -78,7 +76,7 @@ class Engine:
         self._hook: OutputLayerHook | None = None
         self._targets: Targets | None = None
         self._groups: Groups | None = None
-        self._vocab = self._lm = self._flags = None
+        self._vocab = self._lm = self._flags = self._hidden_term = None
 
     @property
     def targets(self) -> Targets:
@@ -92,11 +90,6 @@ class Engine:
         return self._settings.evaluates
 
     @property
-    def denominator(self) -> str:
-        """`rows` or `weights`."""
-        return self._settings.loss.denominator
-
-    @property
     def num_reports(self) -> int:
         """Reports that Bridge adds up for this step: micro-batches x data- and context-parallel ranks."""
         return self._progress.num_microbatches * self._groups.dp_cp.size()
@@ -107,10 +100,11 @@ class Engine:
         self._lm = language_model(chunks[-1])
         self._groups = Groups.of(self._lm.pg_collection)
         self._vocab = self._resolve_vocab()
-        if self._lm.post_process:
-            self._hook = OutputLayerHook(self._lm, self._handle)
         self.close()
         self._targets = make_targets(self._request())
+        if self._lm.post_process:
+            self._hook = OutputLayerHook(self._lm, self._handle)
+            self._hidden_term = self._add_hidden_term()
         iterators.intercept_iterators(self._on_iterators)
         return chunks
 
@@ -130,6 +124,27 @@ class Engine:
         return SourceRequest(teacher=settings.teacher, loss=settings.loss, stream=settings.stream, cache=settings.cache, cfg=cfg, student_lm=self._lm, groups=self._groups,
                              vocab=self._vocab, device=device, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[settings.teacher.precision],
                              seq_length=configure.transformer_config(cfg).seq_length, micro_batch=cfg.train.micro_batch_size, output_dir=settings.output_dir)
+
+    def _add_hidden_term(self) -> HiddenTerm | None:
+        """The optional term on hidden states: a part of the student's model, so that DDP, optimizer and checkpoint hold its projection."""
+        term, head = self._settings.loss.hidden_term, self.targets.head
+        if term is None:
+            return None
+        if head is None:
+            raise ConfigError(rule("loss.hidden_term", term.kind, "top-K targets hold no hidden states", "Remove it, or use hidden-state targets"))
+        config = configure.transformer_config(self._cfg)
+        self._lm.kd_hidden_term = HiddenTerm(term.kind, config.hidden_size, head.weight_VH.shape[1], sequence_parallel=bool(config.sequence_parallel),
+                                             dtype=config.params_dtype, device=next(self._lm.parameters()).device)
+        return self._lm.kd_hidden_term
+
+    @property
+    def _weight_units(self) -> int:
+        """Units of a weight in Megatron's int32 token count: 1/1024, coarser where a global batch would overflow it, 1 beside MoE
+        auxiliary losses, which the same count divides."""
+        config = configure.transformer_config(self._cfg)
+        if getattr(config, "num_moe_experts", None):
+            return 1
+        return max(1, min(WEIGHT_UNITS, 2**30 // (self._cfg.train.global_batch_size * config.seq_length)))
 
     # Data
 
@@ -253,7 +268,7 @@ class Engine:
         if call.mtp_weights_bt is not None:
             selection = select_all(call.mtp_weights_bt)
             objective = Objective(kd_weight=0.0, ce_weight=1.0)
-            out = losses.fused_loss(call, selection, None, objective, self._vocab, self._settings.loss, self._flags_on(call))
+            out, _ = losses.fused_loss(call, selection, None, objective, self._vocab, self._settings.loss, self._flags_on(call))
             return losses.scatter(out.loss_N, selection, call.labels_bt.shape)
         block = self._block(micro)
         selection = select_rows(block, self._groups.cp)
@@ -262,14 +277,13 @@ class Engine:
         teacher = losses.teacher_of(rows, self.targets.head, selection, call.hidden_pbH.device)
         if call.hidden_pbH.device.type == "cpu" and self._settings.loss.on_nonfinite == "stop":
             losses.check_finite(teacher, self.targets.name, micro.where)
-        flags = self._flags_on(call)
-        before = flags.counts[NONFINITE_ROWS].clone()
-        out = losses.fused_loss(call, selection, teacher, objective, self._vocab, self._settings.loss, flags)
+        out, extra = losses.fused_loss(call, selection, teacher, objective, self._vocab, self._settings.loss, self._flags_on(call), hidden_term=self._hidden_term)
         self.targets.source.release(block)
-        weights = selection.weights_N.to(out.kd_N.device)
-        micro.kd_sum, micro.ce_sum, micro.weights = (out.kd_N * weights).sum(), (out.ce_N * weights).sum(), selection.weights_N
-        micro.dropped = flags.counts[NONFINITE_ROWS] - before if self._settings.loss.on_nonfinite == "drop_rows" else None
-        return losses.scatter(out.loss_N, selection, call.labels_bt.shape)
+        weights = losses.counted_weights(teacher, selection, self._settings.loss, out.kd_N.device)
+        micro.denominator = denominator_of(weights, self._settings.loss.denominator, self._weight_units)
+        micro.sums = {name: (value.detach() * weights).sum() for name, value in {"kd loss": out.kd_N, "ce loss": out.ce_N, **extra}.items()}
+        total = out.loss_N + sum(self._settings.loss.hidden_term.weight * value for value in extra.values()) if extra else out.loss_N
+        return losses.scatter(total, selection, call.labels_bt.shape)
 
     def _take(self, block: TokenBlock):
         self._post(block)

@@ -10,6 +10,7 @@ from megatron_kd.config.schema import LossConfig
 from megatron_kd.errors import NonFiniteTeacher, rule
 from megatron_kd.loss.flags import DeviceFlags
 from megatron_kd.loss.fused import KDOutput, fused_linear_kd
+from megatron_kd.loss.hidden_term import HiddenTerm
 from megatron_kd.loss.objective import Objective
 from megatron_kd.loss.signals import HiddenTeacher, Teacher, TopKTeacher
 from megatron_kd.mcore.output_layer import HeadCall
@@ -41,26 +42,47 @@ def teacher_of(rows: RowBlock | TopKBlock, head: TeacherHead | None, selection: 
 
 def check_finite(teacher: Teacher, source: str, where: str) -> None:
     """NonFiniteTeacher naming `source`, `where` and the number of rows. Waits for the device: for CPU tensors, where that is free."""
-    tensor = teacher.rows_NH if isinstance(teacher, HiddenTeacher) else teacher.tail_N[:, None]
-    num_bad = int((~torch.isfinite(tensor).all(dim=-1)).sum())
+    finite = finite_rows(teacher)
+    num_bad = int((~finite).sum())
     if num_bad:
-        raise NonFiniteTeacher(rule(f"rows of {source} with NaN or infinity", num_bad, f"must be 0 of {tensor.shape[0]} ({where})",
+        raise NonFiniteTeacher(rule(f"rows of {source} with NaN or infinity", num_bad, f"must be 0 of {finite.numel()} ({where})",
                                     "Check the teacher's checkpoint and dtype, or set loss.on_nonfinite=drop_rows"))
 
 
-def fused_loss(call: HeadCall, selection: RowSelection, teacher: Teacher | None, objective: Objective, vocab: VocabSpec, loss: LossConfig, flags: DeviceFlags) -> KDOutput:
-    """Losses of the selected rows, [N]; gradients formed for weights `selection.weights_N`."""
-    hidden = call.hidden_pbH
-    flat = hidden.reshape(-1, hidden.shape[-1])
+def counted_weights(teacher: Teacher, selection: RowSelection, loss: LossConfig, device: torch.device) -> torch.Tensor:
+    """[N] weights that the denominator counts: the loss mask's, without rows that on_nonfinite: drop_rows leaves out."""
+    weights_N = selection.weights_N.to(device)
+    if loss.on_nonfinite != "drop_rows":
+        return weights_N
+    return weights_N * finite_rows(teacher).to(device)
+
+
+def finite_rows(teacher: Teacher) -> torch.Tensor:
+    """bool [N]: rows of the teacher without NaN or infinity."""
+    return torch.isfinite(teacher.rows_NH if isinstance(teacher, HiddenTeacher) else teacher.tail_N[:, None]).all(dim=-1)
+
+
+def fused_loss(call: HeadCall, selection: RowSelection, teacher: Teacher | None, objective: Objective, vocab: VocabSpec, loss: LossConfig, flags: DeviceFlags,
+               hidden_term: HiddenTerm | None = None) -> tuple[KDOutput, dict[str, torch.Tensor]]:
+    """Losses of the selected rows, [N], with gradients formed for weights `selection.weights_N`; and extra terms by name, differentiable [N]."""
+    flat = call.hidden_pbH.reshape(-1, call.hidden_pbH.shape[-1])
     device, tp = flat.device, call.tp_group.size()
-    rows_per_rank = selection.rows_per_rank(tp) if call.is_sequence_parallel else None
+    group, rows_per_rank = call.tp_group if tp > 1 else None, selection.rows_per_rank(tp) if call.is_sequence_parallel else None
     if not selection.is_all:
         index = selection.of_rank(call.tp_group.rank(), tp) if call.is_sequence_parallel else selection.hidden_index_N
         flat = flat.index_select(0, index.to(device))
     labels_N = call.labels_bt.reshape(-1).index_select(0, selection.output_index_N.to(device))
-    return fused_linear_kd(flat, call.weight_VH, teacher, vocab=vocab, objective=objective, labels_N=labels_N, weights_N=selection.weights_N.to(device),
-                           tp_group=call.tp_group if tp > 1 else None, rows_per_rank=rows_per_rank, head_bias_V=call.bias_V, student_transform=call.transform,
-                           dw=call.dw, on_nonfinite=loss.on_nonfinite, flags=flags, window_rows=loss.window_rows, backend=loss.backend)
+    out = fused_linear_kd(flat, call.weight_VH, teacher, vocab=vocab, objective=objective, labels_N=labels_N, weights_N=selection.weights_N.to(device), tp_group=group,
+                          rows_per_rank=rows_per_rank, head_bias_V=call.bias_V, student_transform=call.transform, dw=call.dw, on_nonfinite=loss.on_nonfinite, flags=flags,
+                          window_rows=loss.window_rows, backend=loss.backend)
+    if hidden_term is None:
+        return out, {}
+    rows_NH, finite_N = teacher.rows_NH, None
+    if loss.on_nonfinite == "drop_rows":
+        finite_N = finite_rows(teacher)
+        rows_NH = torch.where(finite_N[:, None], rows_NH, 0.0)
+    value_N = hidden_term(flat, rows_NH, tp_group=group, rows_per_rank=rows_per_rank)
+    return out, {"hidden loss": value_N if finite_N is None else torch.where(finite_N, value_N, 0.0)}
 
 
 def scatter(loss_N: torch.Tensor, selection: RowSelection, shape_bt: torch.Size) -> torch.Tensor:

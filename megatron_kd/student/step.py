@@ -11,6 +11,9 @@ from megatron_kd.errors import ConfigError, rule
 from megatron_kd.mcore.callbacks import bind_state
 from megatron_kd.student.engine import Engine, MicroBatch
 
+TOTAL = "total loss"
+"""Name in Megatron's log of kd_weight x KD + ce_weight x CE, which Bridge's own loss function calls `lm loss`."""
+
 
 class _Tap:
     """A data iterator that remembers the last batch."""
@@ -67,29 +70,18 @@ class LossFunction:
             raise ConfigError(rule("loss function's result", f"{len(result)} values", "must be (sum, number of tokens, report): the fused loss is per token",
                                    "Return Megatron's three values from your forward step's loss function"))
         loss, num_tokens, report = result
-        loss, num_tokens = self._denominator(loss, num_tokens)
-        return loss, num_tokens, {**report, **self._report(num_tokens)}
-
-    def _denominator(self, loss: torch.Tensor, num_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Megatron's count is an int: rows for loss.denominator rows, the rounded sum of weights (the loss scaled to match) for weights."""
-        weights_N, micro = self._micro.weights, self._micro
-        fractional = bool((weights_N != 1).any())
-        if fractional and self._engine.denominator == "rows":
-            num_tokens = torch.full_like(num_tokens, weights_N.numel())
-        elif fractional:
-            total = float(weights_N.sum())
-            rounded = max(1, round(total))
-            loss, num_tokens = loss * (rounded / total), torch.full_like(num_tokens, rounded)
-            micro.kd_sum, micro.ce_sum = micro.kd_sum * (rounded / total), micro.ce_sum * (rounded / total)
-        if micro.dropped is not None:
-            num_tokens = num_tokens - micro.dropped.to(num_tokens.dtype)
-        return loss, num_tokens
+        share = self._micro.denominator
+        num_tokens = share.count.to(num_tokens.device, num_tokens.dtype)
+        report = {TOTAL if name == "lm loss" else name: torch.stack([value[0] * share.factor, num_tokens.float()]) if value.numel() == 2 else value
+                  for name, value in report.items()}
+        return loss * share.factor, num_tokens, {**report, **self._report(num_tokens)}
 
     def _report(self, num_tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Pairs that Bridge sums over micro-batches and data-parallel ranks, then divides."""
-        micro, count = self._micro, num_tokens.detach().reshape(()).float()
-        share = count.new_full((), 1.0 / self._engine.num_reports)
-        return {"kd loss": torch.stack([micro.kd_sum.float(), count]), "ce loss": torch.stack([micro.ce_sum.float(), count]), "kd tokens": torch.stack([count, share])}
+        factor, count = self._micro.denominator.factor, num_tokens.detach().reshape(()).float()
+        pairs = {name: torch.stack([value.float() * factor, count]) for name, value in self._micro.sums.items()}
+        tokens = torch.stack([count / factor, count.new_full((), 1.0 / self._engine.num_reports)])
+        return {**pairs, "kd tokens": tokens}
 
 
 def _waits_for_device(state) -> bool:
