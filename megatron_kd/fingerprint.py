@@ -182,6 +182,7 @@ def expand_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     result = torch.empty(num_experts, groups * half * 2, out, dtype=torch.bfloat16)
     for expert in range(num_experts):
         values = table.index_select(0, blocks[expert].reshape(-1).int()).view(torch.bfloat16).reshape(out, groups, half * 2)
-        exponent = scales[expert].to(torch.int32).unsqueeze(-1) - 127
-        result[expert] = torch.ldexp(values, exponent).reshape(out, -1).T
+        bits = scales[expert].to(torch.int16)
+        power = torch.where(bits == 0, 0x0040, bits << 7).to(torch.int16).view(torch.bfloat16)  # E8M0 is bfloat16's exponent field
+        result[expert] = (values * power.unsqueeze(-1)).reshape(out, -1).T
     return result

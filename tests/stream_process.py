@@ -8,6 +8,7 @@ a second. Rows are those of tests.stream_peers.rows_of; a student's result is a 
 import multiprocessing as mp
 import os
 import random
+import subprocess
 import time
 import traceback
 
@@ -78,14 +79,22 @@ def _run(fn, conn, kwargs):
     torch.set_num_threads(1)
     os.environ.update(kwargs.pop("env", {}))
     if (namespace := kwargs.pop("namespace", None)) is not None:
-        with open(f"/var/run/netns/{namespace}") as handle:
-            os.setns(handle.fileno(), os.CLONE_NEWNET)
+        _enter_network(namespace)
     try:
         fn(lambda *event: conn.send(event), **kwargs)
     except BaseException as e:  # noqa: BLE001 -- an event for the parent
         conn.send(("raised", f"{type(e).__name__}: {e}", traceback.format_exc()))
         os._exit(1)
     os._exit(0)  # NIXL's threads end with the process
+
+
+def _enter_network(namespace: str) -> None:
+    """Join a network namespace, with a /sys that shows its devices (UCX looks them up there), as `ip netns exec` does."""
+    with open(f"/var/run/netns/{namespace}") as handle:
+        os.setns(handle.fileno(), os.CLONE_NEWNET)
+    os.unshare(os.CLONE_NEWNS)
+    for command in (["mount", "--make-rslave", "/"], ["umount", "-l", "/sys"], ["mount", "-t", "sysfs", "sysfs", "/sys"]):
+        subprocess.run(command, check=True, capture_output=True)
 
 
 def rss_mib() -> float:

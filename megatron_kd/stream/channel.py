@@ -83,9 +83,7 @@ class Channel:
 
     def send(self, message: dict, *, timeout_s: float = 30.0) -> None:
         """Send one message. A peer that does not read for `timeout_s` breaks the channel."""
-        blobs = [bytes(blob) for blob in message.get("blobs", ())]
-        header = json.dumps({**message, "blobs": [len(blob) for blob in blobs]}, separators=(",", ":")).encode()
-        body = struct.pack("<I", len(header)) + header + b"".join(blobs)
+        body = pack_message(message)
         if len(body) + _TAG_BYTES > MAX_FRAME_BYTES:
             raise WireError(rule("frame", len(body), f"must be at most {MAX_FRAME_BYTES} bytes", "Make the micro-batch smaller"))
         with self._send_lock:
@@ -107,7 +105,7 @@ class Channel:
             raise AuthenticationFailed(rule(f"frame {self._received} from {self.peer}", "wrong tag", "must be signed with the session's key", "Someone else wrote to this connection"))
         self._received += 1
         self.last_received_s = time.monotonic()
-        return _parse(body, self.peer)
+        return unpack_message(body, self.peer)
 
     def close(self) -> None:
         """Close the socket; a thread that waits in `receive` gets TransferFailed."""
@@ -261,7 +259,15 @@ def _preamble(sock: socket.socket, deadline_s: float) -> None:
         raise WireVersionMismatch(rule("peer's wire version", version, f"must be ours, {WIRE_VERSION}", "Install the same megatron_kd on both sides"))
 
 
-def _parse(body: bytes, peer: str) -> dict:
+def pack_message(message: dict) -> bytes:
+    """A message as the body of a frame: header length u32, JSON header, blobs."""
+    blobs = [bytes(blob) for blob in message.get("blobs", ())]
+    header = json.dumps({**message, "blobs": [len(blob) for blob in blobs]}, separators=(",", ":")).encode()
+    return struct.pack("<I", len(header)) + header + b"".join(blobs)
+
+
+def unpack_message(body: bytes, peer: str) -> dict:
+    """The message of a body. Errors: WireError where it is malformed."""
     try:
         (size,) = struct.unpack_from("<I", body)
         message = json.loads(body[4:4 + size])

@@ -157,6 +157,8 @@ def test_a_reroute_asks_only_for_the_ranks_that_have_no_rows_yet():
     def on_write(piece, staging):
         calls.append(piece)
         if len(calls) == 2:
+            while not stage.ranks[0].counters.rows_received:
+                time.sleep(0.001)
             raise TransferFailed("the link broke")
 
     with Stage(side=Side(tp=2), fabric=Fabric(on_write), on_loss="reroute") as stage, stage.teacher():
