@@ -11,7 +11,6 @@ import threading
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from megatron_kd import errors
@@ -35,7 +34,11 @@ class _Posted:
     block: TokenBlock
     row_ids_N: torch.Tensor
     """Row ids that land on this rank."""
+    shares: list[torch.Tensor]
+    """Row ids that land on each rank of the replica."""
     opened: bool = False
+    given_up: bool = False
+    """Nobody waits for the rows any more."""
 
 
 class _Lane:
@@ -79,7 +82,8 @@ class Receiver:
         b, s = block.tokens_bs.shape
         row_ids_N = block.row_ids_N
         cu_seqlens = None if block.cu_seqlens is None else block.cu_seqlens.cpu().numpy()
-        index_P = self._plan.received(row_ids_N.numpy(), s, cu_seqlens)[self._spec.rank]
+        shares = [row_ids_N[torch.from_numpy(index)] for index in self._plan.received(row_ids_N.numpy(), s, cu_seqlens)]
+        mine = shares[self._spec.rank]
         with self.lock:
             self._raise_failure()
             lane = self._lanes[_LANES[block.mode]]
@@ -87,10 +91,10 @@ class Receiver:
                 lane.capacity_rows = self._plan.slot_rows(b, s)
                 lane.ring = Ring(self._inbox, depth=self._spec.ring_depth, device=self._spec.device,
                                  slot_bytes=max(1, lane.capacity_rows) * sizes.row_bytes(self._spec.hidden_size, self._spec.wire_dtype))
-            if len(index_P) > lane.capacity_rows:
-                raise WireError(rule("rows of a block", len(index_P), f"must fit the slot of {lane.capacity_rows} rows, sized by the first {block.mode} block",
+            if len(mine) > lane.capacity_rows:
+                raise WireError(rule("rows of a block", len(mine), f"must fit the slot of {lane.capacity_rows} rows, sized by the first {block.mode} block",
                                      "Keep the micro-batch size constant"))
-            lane.blocks[lane.next_seq] = _Posted(block=block, row_ids_N=row_ids_N[torch.from_numpy(np.ascontiguousarray(index_P))])
+            lane.blocks[lane.next_seq] = _Posted(block=block, row_ids_N=mine, shares=shares)
             lane.seq_of[block.key] = lane.next_seq
             lane.next_seq += 1
             self._open_slots(_LANES[block.mode])
@@ -129,6 +133,27 @@ class Receiver:
             del lane.blocks[seq], lane.seq_of[block.key]
             self._releasing.append((_LANES[block.mode], seq, event))
             self._finish_releases()
+
+    def give_up(self, block: TokenBlock) -> None:
+        """Do without the rows of a posted block, whether they are here or not. Its slot is free again when they have come, or are revoked."""
+        with self.lock:
+            lane, seq, posted = self._find(block)
+            posted.given_up = True
+            del lane.seq_of[block.key]
+            self.counters.degraded_blocks += 1
+            self._free_given_up(_LANES[block.mode])
+
+    def shares(self, block: TokenBlock) -> list[torch.Tensor]:
+        """Row ids of a posted block on each tp rank of this context-parallel rank."""
+        with self.lock:
+            posted = self._find(block)[2]
+        first = self._spec.rank // self._spec.side.tp * self._spec.side.tp
+        return posted.shares[first:first + self._spec.side.tp]
+
+    @property
+    def asks(self) -> bool:
+        """Whether this is the rank that talks to teachers."""
+        return self._asker is not None
 
     def metrics(self) -> dict[str, float]:
         """Values since the last call; see health.Interval.report."""
@@ -215,6 +240,18 @@ class Receiver:
 
     # ---- inside
 
+    def _free_given_up(self, lane_index: int) -> None:
+        """Free the slots of given-up blocks whose rows have come; blocks that never got a slot are only forgotten when they do."""
+        lane = self._lanes[lane_index]
+        for seq in [seq for seq, posted in lane.blocks.items() if posted.given_up and posted.opened]:
+            state = lane.ring.slot_of(seq).state
+            if state is State.READY:
+                lane.ring.hold(seq)
+            if state in (State.READY, State.HELD):
+                lane.ring.release(seq)
+                del lane.blocks[seq]
+        self._open_slots(lane_index)
+
     def _finish_releases(self) -> None:
         """Free the slots whose readers have run, in order."""
         while self._releasing and (self._releasing[0][2] is None or self._releasing[0][2].query()):
@@ -236,7 +273,7 @@ class Receiver:
             raise TeacherError("the stream is closed")
 
     def _open_slots(self, lane_index: int) -> None:
-        """Open slots for queued blocks, in order, as far as they are free."""
+        """Open slots for queued blocks, in order, as far as they are free. A block of which no row comes here is ready at once."""
         lane = self._lanes[lane_index]
         for seq in sorted(lane.blocks):
             posted = lane.blocks[seq]
@@ -254,8 +291,12 @@ class Receiver:
             grant = slot.generation, slot.descriptor
             if self._asker is not None:
                 self._asker.posted(0, lane_index, seq, posted.block.hash, num_rows, grant, posted.block)
-            else:
+            elif self._link is not None:
                 self._link.send({"t": "posted", "lane": lane_index, "seq": seq, "hash": posted.block.hash, "num_rows": num_rows, "generation": grant[0], "blobs": [grant[1]]})
+            if num_rows == 0 and posted.given_up:
+                lane.ring.hold(seq)
+                lane.ring.release(seq)
+                del lane.blocks[seq]
 
     def _poll_loop(self) -> None:
         pause_s, early = 0.0, []
@@ -293,6 +334,7 @@ class Receiver:
                 self.counters.rows_received += header.num_rows
                 self.counters.bytes_received += header.num_rows * sizes.row_bytes(self._spec.hidden_size, self._spec.wire_dtype)
                 if lane.ring.land(header.seq, header.teacher_rank, header.num_rows, header.num_parts):
+                    self._free_given_up(header.lane)
                     self.lock.notify_all()
         except KDError as e:
             with self.lock:

@@ -258,3 +258,20 @@ def test_the_slot_is_sized_by_the_first_block_and_a_larger_one_is_refused():
         stage.ranks[0].post(block(0))
         with pytest.raises(Exception, match="slot of 32 rows"):
             stage.ranks[0].post(block(1, b=4, density=1.1))
+
+
+def test_blocks_that_were_given_up_free_their_slots_when_a_teacher_comes_back():
+    with Stage(deadline_s=0.3, on_loss="reroute") as stage:
+        receiver, blocks = stage.ranks[0], [block(i, density=0.0 if i == 4 else 0.7) for i in range(12)]
+        for b in blocks[:6]:
+            receiver.post(b)
+        for b in blocks[:2] + blocks[3:6]:
+            if b.row_ids_N.numel() or b is not blocks[4]:
+                with pytest.raises(TeacherStalled):
+                    receiver.take(b)
+            receiver.give_up(b)
+        with stage.teacher():
+            check_rows(receiver.take(blocks[2]), blocks[2])
+            receiver.release(blocks[2])
+            consume(receiver, blocks[6:])
+        assert receiver.counters.degraded_blocks == 5
