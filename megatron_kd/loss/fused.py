@@ -22,7 +22,7 @@ from megatron_kd.loss.objective import Objective
 from megatron_kd.loss.passes import Wanted, run_windows
 from megatron_kd.loss.reduce import group_rank, group_size
 from megatron_kd.loss.scratch import HeadGradient
-from megatron_kd.loss.signals import HeadTransform, Teacher, TopKTeacher
+from megatron_kd.loss.signals import HeadTransform, HiddenTeacher, Teacher, TopKTeacher
 from megatron_kd.loss.sizes import default_dw_windows, default_window_rows
 from megatron_kd.loss.steps import Outcome, Problem
 from megatron_kd.loss.window import plan_windows
@@ -103,7 +103,7 @@ def fused_linear_kd(student_NH: torch.Tensor, student_head_VH: torch.Tensor, tea
     shard = student_head_VH.shape[0]
     teacher_transform = getattr(teacher, "transform", HeadTransform())
     problem = Problem(
-        plan=plan_windows(num_rows, window_rows or default_window_rows(shard, device.type), rows_per_rank),
+        plan=plan_windows(num_rows, window_rows or default_window_rows(shard, device.type, teacher_logits=isinstance(teacher, HiddenTeacher)), rows_per_rank),
         dw_windows=dw_windows or default_dw_windows(shard, device.type),
         spec=objective.pair_spec(num_true, student_transform, teacher_transform), objective=objective,
         kernels=kernels_for(device, student_NH.dtype, backend), teacher=teacher, head_VH=student_head_VH.detach(),

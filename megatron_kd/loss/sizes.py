@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_kd.kernels.spec import NUM_JOINED, NUM_STATS, ONE_PASS, TWIN_BLOCK_ELEMENTS
-from megatron_kd.loss.window import WindowPlan, plan_windows
+from megatron_kd.loss.window import ROW_TILE, WindowPlan, plan_windows
 
 FLOAT_BYTES = 4
 """Statistics, losses, weights and dW are float32."""
@@ -17,6 +17,8 @@ TWIN_TEMPORARIES = {"one_pass": 8, "two_pass": 11, "sparse": 4}
 """Blocks of TWIN_BLOCK_ELEMENTS float32 numbers alive at once in the torch backend's costliest kernel."""
 CPU_BLOCK_COLUMNS = 4096
 """Columns of a dW GEMM on the CPU that are cast to float32 at once (only for lower dtypes)."""
+GPU_LOGITS = 2048 * 128_256
+"""Logits of one window on a GPU."""
 CPU_LOGITS = 1 << 22
 """Logits of one window on the CPU: what still fits caches."""
 KEPT_BYTES = 80
@@ -25,16 +27,21 @@ ROW_BYTES = 20
 """Kept per row: loss, KD, CE, weight, label."""
 
 
-def default_window_rows(num_columns: int, device_type: str) -> int:
-    """Rows of a window where the caller names none."""
+def default_window_rows(num_columns: int, device_type: str, *, teacher_logits: bool = True) -> int:
+    """Rows of a window where the caller names none; `teacher_logits`: a window holds the teacher's projection too.
+
+    On a GPU as many logits as 2048 rows of 128,256 columns (0.5 GiB in bf16), at least 2048 rows: measured best per byte on an
+    H200 (docs/benchmarks/notes.md). Without a teacher's buffer about the same memory serves 2816 rows.
+    """
     if device_type == "cpu":
         return max(32, min(1024, CPU_LOGITS // max(1, num_columns)))
-    return 2048
+    rows = min(8192, max(2048, GPU_LOGITS // max(1, num_columns) // ROW_TILE * ROW_TILE))
+    return rows if teacher_logits else rows * 11 // 8 // ROW_TILE * ROW_TILE
 
 
 def default_dw_windows(num_columns: int, device_type: str) -> int:
-    """Windows whose dW is formed by one GEMM where the caller names none."""
-    return 1 if device_type == "cpu" else 2
+    """Windows whose dW is formed by one GEMM where the caller names none: larger windows cost the same memory and are as fast."""
+    return 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +82,7 @@ class LossShape:
     def plan(self) -> WindowPlan:
         """The windows of this call."""
         shares = tuple(self.num_rows // self.tp + (rank < self.num_rows % self.tp) for rank in range(self.tp)) if self.sequence_parallel else None
-        return plan_windows(self.num_rows, self.window_rows or default_window_rows(self.num_columns, self.device_type), shares)
+        return plan_windows(self.num_rows, self.window_rows or default_window_rows(self.num_columns, self.device_type, teacher_logits=self.signal == "hidden"), shares)
 
 
 def head_gradient_bytes(num_columns: int, hidden_s: int) -> int:
