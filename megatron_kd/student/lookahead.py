@@ -84,9 +84,10 @@ class LookAhead:
         return self._items.popleft()[0]
 
     def __getattr__(self, name: str):
-        return getattr(self._inner, name)
+        value = getattr(self._inner, name)  # Bridge asks whether a loader has `save_state`: this has it only where the loader does
+        return self._state_of_consumed if name == "save_state" else value
 
-    def save_state(self):
+    def _state_of_consumed(self):
         """The loader's state before the first item that the trainer has not consumed."""
         return self._items[0][1] if self._items else self._inner.save_state()
 
