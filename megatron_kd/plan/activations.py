@@ -36,8 +36,12 @@ class ActivationSpec:
     """Expert tensor parallel."""
     seq: int
     """Tokens of a sequence on one context-parallel rank; unfused scores grow with it."""
+    micro_batch: int = 1
+    """Sequences; tables that all of them share cost each one less."""
     kernels: Literal["te", "torch"] = "te"
     """Implementation, see the module's docstring."""
+    fused_activation: bool = True
+    """Megatron's bias_activation_fusion: one function from fc1's output to fc2's input; without it each step's result is kept."""
     dtype_bytes: int = 2
     """Bytes of an activation element."""
     recompute: Recompute = "none"
@@ -97,6 +101,11 @@ def _norm(spec: ActivationSpec, z: _Sizes, name: str, h: int) -> list[Saved]:
     return [Saved(f"{name} input", z.sp(h)), Saved(f"{name} normalised", z.sp(h)), Saved(f"{name} output", z.sp(h)), Saved(f"{name} statistics", z.sp(1))]
 
 
+def final_norm_saved(model: ModelShape, spec: ActivationSpec) -> float:
+    """Bytes per token that the final norm keeps, its output included (the loss reads it)."""
+    return sum(item.bytes for item in _norm(spec, _Sizes(spec), "final norm", model.hidden))
+
+
 def attention_block(model: ModelShape, spec: ActivationSpec) -> Block:
     """Input norm, q/k/v, RoPE, scores, output gate and projection of a softmax-attention layer."""
     z = _Sizes(spec)
@@ -114,7 +123,7 @@ def attention_block(model: ModelShape, spec: ActivationSpec) -> Block:
             saved += [Saved("log-sum-exp", z.tp(heads, 4))]
     elif not core_recompute:
         saved += [Saved("attention probabilities", z.tp(heads * spec.seq))]
-    saved += [Saved("attention output", z.tp(q))]
+    saved += [Saved("attention output", z.tp(q)), Saved("rotary tables", 4 * model.head_dim * model.rotary_share * spec.dtype_bytes / spec.micro_batch)]
     if model.output_gate:
         saved += [Saved("gate", z.tp(q)), Saved("gated output", z.tp(q))]
     width = q * (2 if model.output_gate else 1) + 2 * kv
@@ -125,6 +134,16 @@ def attention_block(model: ModelShape, spec: ActivationSpec) -> Block:
     extra = z.sp(h) + max(core, 2 * z.tp(width))
     return Block(saved=tuple(_drop_norms(saved, spec)), backward_extra=extra, weight_grad=spec.dtype_bytes * h * width // spec.tp,
                  weight_grad_extra=z.tp(width) + 2 * z.sp(h) - sum(item.bytes for item in saved[3:]))
+
+
+def _torch_recurrence(model: ModelShape, z: _Sizes) -> list[Saved]:
+    """What autograd keeps of Megatron's torch_chunk_gated_delta_rule: row i of a chunk's inverse copies an i x i block, so a chunk of C rows keeps the
+    sum of i^2 + i; seven more C x C matrices; and about five tensors of the width of q and of v. The projection's whole output stays alive."""
+    g = model.gdn
+    wide, heads = g.value_heads * g.key_dim, g.value_heads
+    rows = sum(i * i + i for i in range(1, CHUNK)) / CHUNK
+    return [Saved("chunk inverses", z.tp(heads * (rows + 7 * CHUNK), 4)), Saved("recurrence operands", z.tp(5 * wide + 4 * g.v, 4)),
+            Saved("projection output beside the convolution's input", z.tp(g.v + 2 * heads))]
 
 
 def gdn_block(model: ModelShape, spec: ActivationSpec) -> Block:
@@ -139,8 +158,7 @@ def gdn_block(model: ModelShape, spec: ActivationSpec) -> Block:
               Saved("chunk matrices", z.tp(heads * CHUNK)), Saved("delta-rule output", z.tp(v)), Saved("gate", z.tp(v)), Saved("output norm", z.tp(v)),
               Saved("projection input", z.tp(v)), Saved("decay inputs", 2 * z.tp(heads))]
     if spec.kernels == "torch":
-        # every intermediate of the chunked recurrence is kept by autograd, in fp32
-        saved += [Saved("recurrence intermediates", z.tp(6 * wide + 8 * v + 4 * heads * CHUNK + 2 * states, 4))]
+        saved += _torch_recurrence(model, z)
     # w, u, v_new, dv; h and dh of all chunks; dq, dk
     extra = z.sp(h) + z.tp(2 * wide + 5 * v) + 2 * z.tp(states) + 2 * z.tp(wide)
     return Block(saved=tuple(_drop_norms(saved, spec)), backward_extra=extra, weight_grad=spec.dtype_bytes * h * (2 * qk + 2 * v + 2 * heads) // spec.tp,
@@ -152,8 +170,8 @@ def dense_mlp_block(model: ModelShape, spec: ActivationSpec) -> Block:
     z, h, f = _Sizes(spec), model.hidden, model.ffn
     saved = _norm(spec, z, "pre-MLP norm", h)
     inner = [Saved("fc1 output", z.tp(2 * f)), Saved("activation", z.tp(f))]
-    if spec.kernels == "torch":
-        inner.append(Saved("silu(gate)", z.tp(f)))
+    if not spec.fused_activation:
+        inner.append(Saved("silu(gate) and linear half", z.tp(2 * f)))
     inner_bytes = sum(item.bytes for item in inner)
     if spec.recompute == "selective" and "mlp" in spec.recompute_modules:
         # the checkpoint keeps the norm's input; norm, fc1 and activation come back for backward
@@ -173,23 +191,25 @@ def moe_block(model: ModelShape, spec: ActivationSpec) -> Block:
     e = spec.dtype_bytes
     act = spec.recompute == "selective" and "moe_act" in spec.recompute_modules
     norm = _norm(spec, z, "pre-MLP norm", h)
-    saved = [Saved("router scores and maps", z.sp(m.experts * ((e + 9) + (4 + e if m.aux_loss else 0)) + 24 * m.top_k, 1)),
-             Saved("dispatched tokens", rate * h * e), Saved("expert fc1 output", rate * 2 * m.ffn / spec.expert_tp * e), Saved("permuted probabilities", rate * 4)]
-    if not act:
-        saved.append(Saved("expert activation", rate * m.ffn / spec.expert_tp * e))
-    if spec.kernels == "torch":
-        saved += [Saved("expert intermediates", rate * (3 * m.ffn / spec.expert_tp + 2 * h) * e)]
-    elif model.linear_bias:
-        saved.append(Saved("expert bias products", rate * 4))
+    # fused permutation keeps an int32 map [tokens, 2 experts + 1]; the auxiliary loss keeps fp32 scores; per chosen expert index, score and place
+    maps = (8 * m.experts if spec.kernels == "te" else 0) + (4 * m.experts if m.aux_loss else 0) + 28 * m.top_k
+    width = rate * m.ffn / spec.expert_tp * e
+    inner_saved = [Saved("expert activation", width)]
+    if model.clamped:
+        inner_saved.append(Saved("clamped fc1 output", 2 * width))
+    if not spec.fused_activation:
+        inner_saved.append(Saved("silu(gate), linear half, unweighted product", 3 * width))
+    saved = [Saved("router scores and maps", z.sp(maps, 1)), Saved("dispatched tokens", rate * h * e), Saved("expert fc1 output", 2 * width),
+             Saved("permuted probabilities", rate * 4)] + inner_saved * (not act)
     if m.shared_ffn:
         saved += [Saved("shared expert fc1 output", z.tp(2 * m.shared_ffn)), Saved("shared expert activation", z.tp(m.shared_ffn)),
                   Saved("shared expert output", z.sp(h)), Saved("shared expert gate", z.sp(1))]
-        if spec.kernels == "torch":
-            saved.append(Saved("shared silu(gate)", z.tp(m.shared_ffn)))
-    dispatch, inner = rate * h * e, rate * m.ffn / spec.expert_tp * e
-    extra = z.sp(h) + max((2 if spec.ep > 1 else 1) * dispatch + z.sp(h), dispatch + inner, 3 * inner + (inner if act else 0))
+        if not spec.fused_activation:
+            saved.append(Saved("shared silu(gate) and linear half", z.tp(2 * m.shared_ffn)))
+    dispatch, kept_inner = rate * h * e, sum(item.bytes for item in inner_saved)
+    extra = z.sp(h) + max((2 if spec.ep > 1 else 1) * dispatch + z.sp(h), dispatch + width, 3 * width + (kept_inner if act else 0))
     fc1_grad = e * 2 * m.ffn // spec.expert_tp * h * local
-    at_grad = 2 * z.sp(h) + dispatch - (0 if act else inner)
+    at_grad = 2 * z.sp(h) + dispatch - (0 if act else kept_inner)
     if spec.recompute == "selective" and "moe" in spec.recompute_modules:
         again = sum(item.bytes for item in saved)
         return Block(saved=tuple(norm), backward_extra=extra + again, weight_grad=fc1_grad, weight_grad_extra=at_grad + again)

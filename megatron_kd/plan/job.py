@@ -4,7 +4,7 @@ One student, one teacher, one placement, their layouts, the batch, the GPU. Plai
 trust it. Called by search, the command line and tests. No torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_kd.errors import PlanError, rule
@@ -60,19 +60,19 @@ class Job:
     """cached: what is stored."""
     top_k: int = 100
     """cached, payload topk: kept tokens of a row."""
-    prefetch: int = 4
-    """cached: micro-batches read ahead."""
     row_share: float = 1.0
     """Share of positions whose loss mask is not 0."""
     freeze_head: bool = False
     """No gradient for the student's head."""
-    microbatches_ahead: int = 1
-    """colocated with pp > 1: micro-batches that the teacher runs before the student's."""
+    fused_activation: bool | None = None
+    """Megatron's bias_activation_fusion; None: as Bridge sets it for each model's family."""
+    divergence: str = "forward_kl"
+    """Loss; those that need two passes keep two more numbers a row."""
 
     def __post_init__(self):
         check_layout(self.student, self.layout, "student")
         if self.placement == "colocated":
-            check_layout(self.teacher, self.layout, "teacher (colocated, the student's layout)")
+            check_layout(self.teacher, self.teacher_shard, "teacher (colocated, the student's layout)")
         elif self.placement == "streamed":
             check_layout(self.teacher, self.teacher_shard, "teacher")
         if self.teacher.vocab != self.student.vocab and abs(self.teacher.vocab - self.student.vocab) > 0.01 * self.student.vocab:
@@ -108,8 +108,8 @@ class Job:
     @property
     def teacher_shard(self) -> ParallelLayout:
         """The layout that the teacher runs in."""
-        if self.placement == "colocated":
-            return self.layout
+        if self.placement == "colocated":  # a teacher without experts ignores ep
+            return replace(self.layout, vpp=None, **({"ep": 1, "etp": None} if self.teacher.moe is None else {}))
         if self.teacher_layout is not None:
             return self.teacher_layout
         return ParallelLayout(tp=self.layout.tp, pp=self.layout.pp, cp=self.layout.cp, sequence_parallel=self.layout.sequence_parallel)
@@ -132,6 +132,7 @@ class Job:
     def spec(self, layout: ParallelLayout | None = None, *, training: bool = True) -> ActivationSpec:
         """How a layer of the student (or of the teacher, with its layout) is split."""
         layout = layout or self.layout
-        return ActivationSpec(tp=layout.tp, sequence_parallel=layout.sequence_parallel, ep=layout.ep, expert_tp=layout.expert_tp, seq=self.seq // layout.cp,
+        fused = self.fused_activation if self.fused_activation is not None else (self.student if training else self.teacher).fuses_activation
+        return ActivationSpec(fused_activation=fused, micro_batch=self.micro_batch, tp=layout.tp, sequence_parallel=layout.sequence_parallel, ep=layout.ep, expert_tp=layout.expert_tp, seq=self.seq // layout.cp,
                               kernels=self.kernels, dtype_bytes=self.dtype_bytes, recompute=self.recompute if training else "none",
                               recompute_modules=self.recompute_modules)

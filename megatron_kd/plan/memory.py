@@ -11,10 +11,9 @@ allocations, others are sums over a model of the layer (activations) or allowanc
 import math
 from dataclasses import dataclass
 
-from megatron_kd.cache import sizes as cache_sizes
 from megatron_kd.layout import ParallelLayout
 from megatron_kd.loss import sizes as loss_sizes
-from megatron_kd.plan.activations import layer_backward_extra, layer_forward_peak, layer_saved
+from megatron_kd.plan.activations import final_norm_saved, layer_backward_extra, layer_forward_peak, layer_saved
 from megatron_kd.plan.gpus import MIB
 from megatron_kd.plan.job import Job
 from megatron_kd.plan.params import Weight, buffer_numel, local_numel, padded_vocab, stage_kinds, stage_weights
@@ -111,12 +110,15 @@ def state_items(weights: tuple[Weight, ...], layout: ParallelLayout, *, dtype_by
         n = local_numel(trained, layout)
         return [Item(name="weights", bytes=local_numel(weights, layout) * dtype_bytes, group="weights"), Item(name="gradients fp32", bytes=n * 4, group="gradients"),
                 Item(name="optimizer state", bytes=n * state, group="optimizer")]
+    def shard(is_expert: bool, padded: int, ranks: int) -> int:  # padding has no state
+        return min(padded // ranks, local_numel(trained, layout, expert=is_expert))
+
     dense_ranks, expert_ranks = layout.dp * layout.cp, expert_data_parallel(layout)
     dense = buffer_numel(trained, layout, expert=False, num_shards=dense_ranks)
     expert = buffer_numel(trained, layout, expert=True, num_shards=expert_ranks)
     return [Item(name="weights", bytes=(dense + expert + local_numel(frozen, layout)) * dtype_bytes, group="weights"),
             Item(name="gradients fp32", bytes=(dense + expert) * 4, group="gradients"),
-            Item(name="optimizer state, sharded", bytes=state * (dense // dense_ranks + expert // expert_ranks), group="optimizer")]
+            Item(name="optimizer state, sharded", bytes=state * (shard(False, dense, dense_ranks) + shard(True, expert, expert_ranks)), group="optimizer")]
 
 
 def _activations(job: Job, stage: int) -> tuple[int, int]:
@@ -125,7 +127,7 @@ def _activations(job: Job, stage: int) -> tuple[int, int]:
     kept = sum(layer_saved(job.student, layer, spec) * num for layer, num in kinds) * job.local_tokens * in_flight(job.layout, stage, job.num_micro_batches)
     extra = max(layer_backward_extra(job.student, layer, spec, job.local_tokens) for layer, _ in kinds)
     if stage == job.layout.pp - 1:
-        kept += 2 * _boundary(job)  # the final norm's input and output
+        kept += final_norm_saved(job.student, spec) * job.local_tokens
     return int(kept), extra
 
 
@@ -135,33 +137,36 @@ def _boundary(job: Job, hidden: int | None = None) -> int:
     return job.local_tokens * (hidden or job.student.hidden) * job.dtype_bytes // parts
 
 
-def head_shard_bytes(job: Job) -> int:
-    """The teacher's head on the student's shard boundaries: [true rows of the shard, H_t]."""
-    return padded_vocab(job.student, job.layout.tp) // job.layout.tp * job.teacher.hidden * job.dtype_bytes
+def shard_columns(job: Job) -> int:
+    """Vocabulary columns of one student rank."""
+    return padded_vocab(job.student, job.layout.tp) // job.layout.tp
 
 
 def _target_items(job: Job) -> list[Item]:
     """What the last stage holds of the teacher's knowledge, whatever the moment."""
-    e, layout = job.dtype_bytes, job.layout
+    e, layout, rows = job.dtype_bytes, job.layout, job.local_rows
     if job.placement == "cached" and job.payload == "topk":
-        held = cache_sizes.top_k_block_bytes(job.local_rows, job.top_k)
-        return [Item(name=f"top-{job.top_k} targets", bytes=held, group="targets")]
-    head = Item(name="teacher head shard", bytes=head_shard_bytes(job), group="teacher")
+        # int64 ids and fp32 log-probabilities, tail and row id: TopKBlock on the device
+        return [Item(name=f"top-{job.top_k} targets", bytes=rows * (job.top_k * 12 + 12), group="targets")]
+    held = Item(name="teacher rows of the micro-batch", bytes=rows * job.teacher.hidden * e, group="targets")
+    if job.placement == "colocated":  # the head is the teacher's own; with pipelining its rows of a whole step are held
+        ahead = job.num_micro_batches if layout.pp > 1 else 1
+        own = [] if padded_vocab(job.teacher, layout.tp) == padded_vocab(job.student, layout.tp) else [_head(job)]
+        return own + [Item(name="held teacher rows", bytes=held.bytes * ahead, group="targets")]
     if job.placement == "streamed":
         ring = stream_sizes.ring_bytes(job.ring_depth, b=job.micro_batch, s=job.seq, hidden_size=job.teacher.hidden, tp=layout.tp, cp=layout.cp)
-        rows = 0 if layout.tp == 1 else job.local_rows * job.teacher.hidden * e
-        return [head, Item(name=f"ring of {job.ring_depth} slots", bytes=ring, group="targets"), Item(name="teacher rows of the micro-batch", bytes=rows, group="targets")]
-    held = job.local_rows * job.teacher.hidden * e
-    if job.placement == "colocated":
-        ahead = job.microbatches_ahead if layout.pp > 1 else 1
-        return [head, Item(name="held teacher rows", bytes=held * ahead, group="targets")]
-    return [head, Item(name="teacher rows of the micro-batch", bytes=held, group="targets")]
+        gathered = [held] if layout.tp > 1 else []  # one slot is the whole micro-batch where tp == 1
+        return [_head(job), Item(name=f"ring of {job.ring_depth} slots", bytes=ring, group="targets"), *gathered]
+    return [_head(job), held]
+
+
+def _head(job: Job) -> Item:
+    return Item(name="teacher head shard", bytes=shard_columns(job) * job.teacher.hidden * job.dtype_bytes, group="teacher")
 
 
 def _teacher_items(job: Job, stage: int) -> list[Item]:
-    """Frozen weights of a colocated teacher on `stage`; its head is the shard that the loss uses."""
-    weights = stage_weights(job.teacher, job.layout, stage, head=False)
-    return [Item(name="teacher weights", bytes=local_numel(weights, job.layout) * job.dtype_bytes, group="teacher")]
+    """Frozen weights of a colocated teacher on `stage`, its head included."""
+    return [Item(name="teacher weights", bytes=local_numel(stage_weights(job.teacher, job.teacher_shard, stage), job.teacher_shard) * job.dtype_bytes, group="teacher")]
 
 
 def _forward_peak(job: Job, layout: ParallelLayout, stage: int) -> int:
@@ -194,36 +199,54 @@ def student_stage(job: Job, stage: int) -> StageMemory:
         items += _teacher_items(job, stage)
     if last:
         items += _target_items(job)
-        scratch = 0 if job.freeze_head else loss_sizes.head_gradient_bytes(padded_vocab(job.student, layout.tp) // layout.tp, job.student.hidden)
+        scratch = 0 if job.freeze_head else loss_sizes.head_gradient_bytes(shard_columns(job), job.student.hidden)
         items.append(Item(name="head gradient scratch fp32", bytes=scratch, group="loss"))
     items.append(_small(job, job.student.moe is not None))
     kept, extra = _activations(job, stage)
     moments = {"backward of a layer": [Item(name="activations", bytes=kept, group="activations", exact=False),
                                        Item(name="backward workspace", bytes=extra + _boundary(job), group="activations", exact=False)]}
+    alive = Item(name="activations", bytes=kept, group="activations", exact=False)
+    table = shard_columns(job) * job.student.hidden * job.dtype_bytes
     if last:
-        moments["loss"] = [Item(name="activations", bytes=kept, group="activations", exact=False), Item(name="loss windows and rows", bytes=loss_bytes(job), group="loss")]
+        moments["loss"] = [alive] + [Item(name=f"loss: {name}", bytes=size, group="loss") for name, size in loss_sizes.call_items(loss_shape(job)).items()] + _picked(job)
+        if not job.freeze_head:
+            moments["head gradient"] = [alive, Item(name="head gradient handed to autograd", bytes=table, group="gradients"),
+                                        Item(name="loss: dX", bytes=_boundary(job), group="loss")]
     if stage == 0:
         flight = in_flight(layout, 0, job.num_micro_batches)
-        table = padded_vocab(job.student, layout.tp) // layout.tp * job.student.hidden * job.dtype_bytes
         moments["embedding gradient"] = [Item(name="activations", bytes=int(kept * (1 - 1 / math.ceil(flight))), group="activations", exact=False),
                                          Item(name="embedding gradient", bytes=table, group="gradients", exact=False)]
     if job.placement == "colocated":
-        moments["teacher forward"] = [Item(name="teacher activations", bytes=_forward_peak(job, layout, stage), group="teacher", exact=False)]
+        # without pipelining the teacher runs when the loss asks for its rows: the student's activations are all there
+        before = [] if layout.pp > 1 else [alive]
+        moments["teacher forward"] = before + [Item(name="teacher activations", bytes=_forward_peak(job, job.teacher_shard, stage), group="teacher", exact=False)]
     moment = max(moments, key=lambda name: sum(item.bytes for item in moments[name]))
     moving = sum(item.bytes for item in moments[moment])
     items += moments[moment] + _outside(job, layout, moving)
     return StageMemory(role="student", stage=stage, items=tuple(items), moment=moment, capacity=job.gpu.memory_bytes)
 
 
-def loss_bytes(job: Job) -> int:
-    """What the fused loss allocates on one rank of the last stage beyond its inputs and the head gradient's scratch."""
-    return loss_sizes.call_bytes(job)
+def loss_shape(job: Job) -> loss_sizes.LossShape:
+    """The fused loss's call of one micro-batch."""
+    top_k = job.placement == "cached" and job.payload == "topk"
+    return loss_sizes.LossShape(
+        num_rows=job.local_rows, num_columns=shard_columns(job), hidden_s=job.student.hidden, hidden_t=0 if top_k else job.teacher.hidden,
+        dtype_bytes=job.dtype_bytes, signal="top_k" if top_k else "hidden", top_k=job.top_k if top_k else 0, divergence=job.divergence, tp=job.layout.tp,
+        sequence_parallel=job.layout.sequence_parallel, window_rows=job.window_rows, device_type="cuda" if job.kernels == "te" else "cpu",
+        freeze_head=job.freeze_head)
+
+
+def _picked(job: Job) -> list[Item]:
+    """Copy of the student's rows where the loss mask leaves some out."""
+    parts = job.layout.tp if job.layout.sequence_parallel else 1
+    size = 0 if job.row_share == 1 else job.local_rows * job.student.hidden * job.dtype_bytes // parts
+    return [Item(name="selected student rows", bytes=size, group="loss")]
 
 
 def teacher_stage(job: Job, stage: int) -> StageMemory:
-    """Memory of one GPU of a streamed teacher replica: frozen weights without head, one forward, the registered send buffer."""
+    """Memory of one GPU of a streamed teacher replica: frozen weights, one forward, the registered send buffer."""
     layout = job.teacher_shard
-    weights = stage_weights(job.teacher, layout, stage, head=False)
+    weights = stage_weights(job.teacher, layout, stage)
     items = [Item(name="teacher weights", bytes=local_numel(weights, layout) * job.dtype_bytes, group="teacher")]
     if stage == layout.pp - 1:
         staging = stream_sizes.staging_bytes(job.micro_batch, job.seq, job.teacher.hidden, tp=layout.tp, student_tp=job.layout.tp)

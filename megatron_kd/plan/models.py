@@ -93,6 +93,12 @@ class ModelShape:
     """Sigmoid gate on the attention output, projected with q/k/v."""
     sinks: bool = False
     """One learned softmax sink a query head."""
+    rotary_share: float = 1.0
+    """Share of a head's width that RoPE turns."""
+    clamped: bool = False
+    """The MLP's gate and linear half are clamped (the clamped copy is kept for backward)."""
+    fuses_activation: bool = True
+    """Whether Megatron-Bridge sets bias_activation_fusion for this family."""
     window: int | None = None
     """Keys that a sliding layer sees."""
     gdn: GdnShape | None = None
@@ -183,7 +189,8 @@ def _common(text: dict[str, Any], name: str, family: str) -> dict[str, Any]:
         name=name, family=family, hidden=text["hidden_size"], mixers=("full",) * text["num_hidden_layers"], heads=heads,
         kv_heads=text.get("num_key_value_heads") or heads, head_dim=text.get("head_dim") or text["hidden_size"] // heads,
         ffn=text.get("intermediate_size") or 0, vocab=text["vocab_size"], tied=bool(text.get("tie_word_embeddings", False)),
-        max_position=text.get("max_position_embeddings") or 2**31)
+        max_position=text.get("max_position_embeddings") or 2**31,
+        rotary_share=(text.get("rope_parameters") or {}).get("partial_rotary_factor") or text.get("partial_rotary_factor") or (0.25 if family.startswith("qwen3_5") else 1.0))
 
 
 def _llama(common: dict[str, Any], text: dict[str, Any]) -> ModelShape:
@@ -193,11 +200,11 @@ def _llama(common: dict[str, Any], text: dict[str, Any]) -> ModelShape:
 
 
 def _qwen2(common: dict[str, Any], text: dict[str, Any]) -> ModelShape:
-    return ModelShape(**common, qkv_bias=True)
+    return ModelShape(**common, qkv_bias=True, fuses_activation=False)
 
 
 def _qwen3(common: dict[str, Any], text: dict[str, Any]) -> ModelShape:
-    return ModelShape(**common, qk_norm=True, moe=_moe(text))
+    return ModelShape(**common, qk_norm=True, moe=_moe(text), fuses_activation=False)
 
 
 def _qwen35(common: dict[str, Any], text: dict[str, Any]) -> ModelShape:
@@ -206,14 +213,14 @@ def _qwen35(common: dict[str, Any], text: dict[str, Any]) -> ModelShape:
     gdn = GdnShape(key_heads=text["linear_num_key_heads"], value_heads=text["linear_num_value_heads"], key_dim=text["linear_key_head_dim"],
                    value_dim=text["linear_value_head_dim"], conv=text["linear_conv_kernel_dim"])
     common["mixers"] = tuple("full" if kind == "full_attention" else "gdn" for kind in kinds)
-    return ModelShape(**common, qk_norm=True, output_gate=True, gdn=gdn, moe=_moe(text))
+    return ModelShape(**common, qk_norm=True, output_gate=True, gdn=gdn, moe=_moe(text), fuses_activation=False)
 
 
 def _gpt_oss(common: dict[str, Any], text: dict[str, Any]) -> ModelShape:
     kinds = text.get("layer_types") or ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(text["num_hidden_layers"])]
     common["mixers"] = tuple("sliding" if kind == "sliding_attention" else "full" for kind in kinds)
     moe = MoeShape(experts=text["num_local_experts"], top_k=text["num_experts_per_tok"], ffn=text["intermediate_size"])
-    return ModelShape(**common, qkv_bias=True, linear_bias=True, sinks=True, window=text["sliding_window"], moe=moe)
+    return ModelShape(**common, qkv_bias=True, linear_bias=True, sinks=True, clamped=True, window=text["sliding_window"], moe=moe)
 
 
 def _moe(text: dict[str, Any]) -> MoeShape | None:

@@ -58,7 +58,8 @@ def job_from_recipe(recipe: Recipe, gpu: Gpu, num_gpus: int | None) -> Job:
         global_batch=recipe.train.global_batch, recompute=recipe.train.recompute, recompute_modules=_recompute_modules(recipe),
         distributed_optimizer=recipe.train.distributed_optimizer, dtype_bytes=4 if fp32 else 2, kernels="torch" if recipe.device == "cpu" else "te",
         window_rows=recipe.loss.window_rows, ring_depth=recipe.stream.ring_depth, payload=recipe.cache.payload, top_k=recipe.cache.k,
-        prefetch=recipe.cache.prefetch, freeze_head=recipe.student.freeze_head, microbatches_ahead=recipe.teacher.microbatches_ahead)
+        freeze_head=recipe.student.freeze_head, divergence=recipe.loss.divergence,
+        fused_activation=recipe.bridge.get("model.bias_activation_fusion"))
 
 
 def _recompute_modules(recipe: Recipe) -> tuple[str, ...]:

@@ -1,0 +1,115 @@
+"""The planner's memory forms against tiny Megatron models on the CPU: state to the byte, activations by the storages that autograd keeps."""
+
+from tests.unit.test_plan_models import GPT_OSS, LLAMA, QWEN35, QWEN35_MOE
+
+SEQ, BATCH = 128, 2
+CONFIGS = {"llama": LLAMA, "gpt_oss": GPT_OSS, "qwen35": QWEN35, "qwen35_moe": QWEN35_MOE}
+# what a layout proves: tensor-parallel shares with sequence parallelism; experts over ranks; pipeline stages with an own head copy; sharded state
+CASES = [
+    dict(name="llama", tp=1, distributed_optimizer=False),
+    dict(name="llama", tp=2, distributed_optimizer=False),
+    dict(name="llama", tp=1, distributed_optimizer=True),
+    dict(name="llama", pp=2, distributed_optimizer=True),
+    dict(name="gpt_oss", ep=2, distributed_optimizer=True),
+    dict(name="qwen35", tp=2, distributed_optimizer=True),
+    dict(name="qwen35_moe", tp=2, ep=2, distributed_optimizer=False),
+]
+
+
+def measure(rank: int, world: int, cases: list[dict]) -> list[dict]:
+    """Bytes of weights, gradients, optimizer state after a step, and of saved activations, on this rank, for each case."""
+    from megatron.core import parallel_state
+
+    out = []
+    for case in cases:
+        out.append(_measure_one(**case))
+        parallel_state.destroy_model_parallel()
+    return out
+
+
+def _measure_one(*, name: str, distributed_optimizer: bool, tp: int = 1, pp: int = 1, ep: int = 1) -> dict:
+    import torch
+    import torch.distributed as dist
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from transformers import AutoConfig
+
+    from megatron_kd.layout import ParallelLayout
+    from megatron_kd.mcore.model import language_model, provider_for
+
+    config = dict(CONFIGS[name])
+    layout = ParallelLayout.for_world(dist.get_world_size(), tp=tp, pp=pp, ep=ep, etp=1 if "num_experts_per_tok" in config else None, sequence_parallel=tp > 1)
+    provider = provider_for(AutoConfig.for_model(**config), layout=layout, dtype=torch.float32, seq_length=SEQ, load_weights=False, overrides={"mtp_num_layers": None})
+    provider.initialize_model_parallel(seed=0)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer)
+    chunks = provider.provide_distributed_model(ddp_config=ddp, wrap_with_ddp=True, use_cpu_initialization=True, data_parallel_random_init=False)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, params_dtype=torch.float32, use_distributed_optimizer=distributed_optimizer), chunks)
+    module, lm = chunks[0], language_model(chunks[0])
+    saved = _saved_bytes(lm) if pp == 1 else None
+    for buffer in [*module.buffers, *module.expert_parallel_buffers]:
+        buffer.grad_data.fill_(1e-3)
+    optimizer.step()
+    buffers = [*module.buffers, *module.expert_parallel_buffers]
+    weights = sum(b.param_data.numel() if b.param_data is not None else sum(p.numel() for p in b.params) for b in buffers) * 4
+    state = sum(t.numel() * t.element_size() for t in _optimizer_tensors(optimizer))
+    return {"weights": weights, "gradients": sum(b.grad_data.numel() for b in buffers) * 4, "state": state, "saved": saved, "stage": dist.get_rank() * pp // dist.get_world_size()}
+
+
+def _optimizer_tensors(optimizer):
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [value for part in parts if part.optimizer is not None for state in part.optimizer.state.values() for key, value in state.items() if key.startswith("exp_avg")]
+
+
+def _saved_bytes(lm) -> int:
+    """Bytes of all storages that autograd keeps between the embedding's output and the head's input."""
+    import torch
+
+    own = {p.untyped_storage().data_ptr() for p in lm.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is used twice
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.randint(0, 64, (BATCH, SEQ))
+    mask = torch.tril(torch.ones(1, 1, SEQ, SEQ)) < 0.5
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = lm(tokens, torch.arange(SEQ).expand(BATCH, SEQ), mask, labels=tokens, output_processor=lambda *, hidden_states, **_: hidden_states)
+    total = sum(storage.nbytes() for storage in kept.values())
+    out.sum().backward()
+    return total
+
+
+def predicted(case: dict, world: int, stage: int) -> dict:
+    """What the planner says about the same rank."""
+    from megatron_kd.layout import ParallelLayout
+    from megatron_kd.plan.activations import ActivationSpec, final_norm_saved, layer_saved
+    from megatron_kd.plan.memory import state_items
+    from megatron_kd.plan.models import from_config
+    from megatron_kd.plan.params import stage_layers, stage_weights
+
+    model = from_config(CONFIGS[case["name"]], case["name"])
+    degrees = {key: case[key] for key in ("tp", "pp", "ep") if key in case}
+    layout = ParallelLayout.for_world(world, **degrees, etp=1 if model.moe else None, sequence_parallel=case.get("tp", 1) > 1)
+    items = state_items(stage_weights(model, layout, stage), layout, dtype_bytes=4, distributed_optimizer=case["distributed_optimizer"])
+    spec = ActivationSpec(tp=layout.tp, sequence_parallel=layout.sequence_parallel, ep=layout.ep, expert_tp=layout.expert_tp, seq=SEQ, micro_batch=BATCH, kernels="torch", dtype_bytes=4,
+                          fused_activation=model.fuses_activation)
+    saved = (sum(layer_saved(model, layer, spec) for layer in stage_layers(model, layout, stage)) + final_norm_saved(model, spec)) * SEQ * BATCH
+    return {"weights": items[0].bytes, "gradients": items[1].bytes, "state": items[2].bytes, "saved": saved}
+
+
+def test_state_is_exact_and_activations_within_a_twentieth(megatron_ranks):
+    results = megatron_ranks.run(measure, 2, timeout_s=120, cases=CASES)
+    for number, case in enumerate(CASES):
+        for rank in range(2):
+            got = results[rank][number]
+            want = predicted(case, 2, got["stage"])
+            assert (got["weights"], got["gradients"]) == (want["weights"], want["gradients"]), (case, rank, got, want)
+            if case["distributed_optimizer"]:  # the shard's padding holds no state
+                assert got["state"] <= want["state"] <= 1.01 * got["state"], (case, rank, got, want)
+            else:
+                assert got["state"] == want["state"], (case, rank, got, want)
+            if got["saved"] is not None:
+                assert abs(want["saved"] / got["saved"] - 1) < 0.05, (case, rank, want["saved"] / got["saved"])
