@@ -189,6 +189,8 @@ class Engine:
 
     def begin_evaluation(self, which: str) -> None:
         """An evaluation run starts: `valid` or `test`."""
+        if not self.evaluates:
+            return
         num = iterators.num_eval_microbatches(self._cfg, self._groups.dp.size())
         self._lookaheads["current"] = self._lookaheads[which]
         if self._lookaheads[which] is not None:
@@ -196,6 +198,8 @@ class Engine:
 
     def begin_eval_step(self) -> None:
         """One evaluation batch starts on every rank."""
+        if not self.evaluates:
+            return
         step = self._progress.next_eval
         self._progress.next_eval += 1
         self._begin("eval", step, iterators.num_eval_microbatches(self._cfg, self._groups.dp.size()))

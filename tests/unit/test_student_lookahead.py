@@ -60,6 +60,10 @@ def test_saved_state_is_that_of_the_consumed_items():
     assert ahead.save_state() == 3
 
 
+def test_a_loader_without_a_state_does_not_seem_to_have_one():
+    assert not hasattr(LookAhead(iter([]), plans=(), mode="train"), "save_state")
+
+
 def test_no_block_past_a_pause_until_the_next_step():
     first, second = StepPlan(step=0, num_microbatches=2, pauses_after=True), StepPlan(step=1, num_microbatches=2)
     ahead = LookAhead(Loader(4), plans=[first, second], mode="train")
