@@ -1,0 +1,168 @@
+"""Memory forms: identities that a wrong formula breaks, and bytes shared with the code that allocates."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_kd.errors import PlanError, UnsupportedLayout
+from megatron_kd.layout import ParallelLayout
+from megatron_kd.loss.sizes import call_bytes, head_gradient_bytes
+from megatron_kd.plan.activations import ActivationSpec, layer_saved
+from megatron_kd.plan.frontier import frontier, largest_sequence, largest_teacher
+from megatron_kd.plan.gpus import gpu
+from megatron_kd.plan.job import Job
+from megatron_kd.plan.memory import all_stages, fits, in_flight, loss_shape, state_items, student_stage
+from megatron_kd.plan.models import from_config, known_names, load_model
+from megatron_kd.plan.params import stage_kinds, stage_layers, stage_weights, total_params
+from megatron_kd.stream.sizes import ring_bytes, staging_bytes
+from tests.unit.test_plan_models import GPT_OSS, LLAMA
+
+GIB = 2**30
+
+
+def job(**changes) -> Job:
+    """Llama-3.1-8B into 3.2-3B, colocated on one H200, 8K."""
+    base = Job(student=load_model("llama-3.2-3b"), teacher=load_model("llama-3.1-8b"), placement="colocated", gpu=gpu("h200-141"), layout=ParallelLayout(), seq=8192, global_batch=8)
+    return replace(base, **changes)
+
+
+def item(stage, name: str) -> int:
+    """Bytes of one line of a stage."""
+    return sum(entry.bytes for entry in stage.items if entry.name == name)
+
+
+def test_weights_of_all_ranks_add_up_to_the_model_but_for_copies():
+    model = load_model("gpt-oss-20b")
+    for layout in (ParallelLayout(), ParallelLayout(pp=4), ParallelLayout(dp=8, ep=8, etp=1), ParallelLayout(dp=4, ep=4, etp=1, pp=2)):
+        weights = sum(state_items(stage_weights(model, layout, stage), layout, dtype_bytes=2, distributed_optimizer=False)[0].bytes for stage in range(layout.pp))
+        experts = sum(w.total for w in stage_weights(model, ParallelLayout(), 0) if w.is_expert)
+        assert weights == 2 * (total_params(model) - experts + experts // layout.ep)
+
+
+def test_optimizer_state_shrinks_with_data_parallelism_and_experts_with_their_own():
+    model = load_model("gpt-oss-20b")
+    experts = sum(w.total for w in stage_weights(model, ParallelLayout(), 0) if w.is_expert)
+    dense = total_params(model) - experts
+    layout = ParallelLayout(dp=16, ep=8, etp=1)
+    state = state_items(stage_weights(model, layout, 0), layout, dtype_bytes=2, distributed_optimizer=True)[2].bytes
+    assert state == pytest.approx(12 * (dense / 16 + experts / 8 / 2), rel=1e-4)
+    unsharded = state_items(stage_weights(model, layout, 0), layout, dtype_bytes=2, distributed_optimizer=False)[2].bytes
+    assert unsharded == 12 * (dense + experts // 8)
+
+
+def test_tied_head_is_one_tensor_on_one_stage_and_a_copy_on_the_last_of_several():
+    model = load_model("llama-3.2-3b")
+    assert total_params(model) == sum(w.total for w in stage_weights(model, ParallelLayout(), 0))
+    both = sum(w.total for stage in range(2) for w in stage_weights(model, ParallelLayout(pp=2), stage))
+    assert both == total_params(model) + model.vocab * model.hidden
+
+
+def test_fused_dense_layer_keeps_34_bytes_times_hidden_like_the_published_formula():
+    # Llama-3.1-8B: q = h, kv = h/4, f = 3.5 h: 4 h (norms) + q + 2 kv (RoPE outputs, v) + q (attention output) + 3 f elements of 2 bytes
+    model, spec = load_model("llama-3.1-8b"), ActivationSpec(seq=8192)
+    elements = 4 + 1 + 2 * 0.25 + 1 + 3 * 3.5
+    assert layer_saved(model, 0, spec) == pytest.approx(2 * elements * model.hidden, rel=0.02)
+
+
+def test_sequence_parallelism_divides_every_kept_tensor_and_tensor_parallelism_alone_does_not():
+    model = load_model("llama-3.1-8b")
+    whole = layer_saved(model, 0, ActivationSpec(seq=8192))
+    split = layer_saved(model, 0, ActivationSpec(seq=8192, tp=4, sequence_parallel=True))
+    partly = layer_saved(model, 0, ActivationSpec(seq=8192, tp=4))
+    assert split == pytest.approx(whole / 4, rel=0.03)
+    assert split + 4 * model.hidden * 2 * 0.74 < partly < whole
+
+
+def test_recompute_keeps_less_in_the_order_none_selective_full():
+    for name in known_names():
+        model = load_model(name)
+        kept = [layer_saved(model, 0, ActivationSpec(seq=4096, recompute=recompute, recompute_modules=("core_attn", "mlp", "moe")))
+                for recompute in ("none", "selective", "full")]
+        assert kept[0] > kept[1] > kept[2] == 2 * model.hidden, name
+
+
+def test_first_stage_holds_as_many_micro_batches_as_there_are_stages():
+    layout = ParallelLayout(pp=4)
+    assert [in_flight(layout, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(layout, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert in_flight(ParallelLayout(pp=4, vpp=2), 0, 16) == (2 * 3 + 4 + 1) / 2
+
+
+def test_every_layer_is_on_one_stage_whatever_the_interleaving():
+    model = load_model("qwen3.5-27b")
+    for layout in (ParallelLayout(pp=4), ParallelLayout(pp=4, vpp=4), ParallelLayout()):
+        layers = [layer for stage in range(layout.pp) for layer in stage_layers(model, layout, stage)]
+        assert sorted(layers) == list(range(64))
+        assert sum(num for stage in range(layout.pp) for _, num in stage_kinds(model, layout, stage)) == 64
+
+
+def test_loss_and_ring_bytes_are_those_of_the_allocating_code():
+    streamed = job(placement="streamed", layout=ParallelLayout(tp=2, sequence_parallel=True), ring_depth=3)
+    stage = student_stage(streamed, 0)
+    assert stage.moment == "loss"
+    assert sum(entry.bytes for entry in stage.items if entry.name.startswith("loss: ")) == call_bytes(loss_shape(streamed))
+    assert item(stage, "head gradient scratch fp32") == head_gradient_bytes(64128, 3072) == 64128 * 3072 * 4
+    assert item(stage, "ring of 3 slots") == ring_bytes(3, b=1, s=8192, hidden_size=4096, tp=2) == 3 * 4096 * 4096 * 2
+    teacher = all_stages(streamed)[-1]
+    assert item(teacher, "send buffer") == staging_bytes(1, 8192, 4096, tp=2, student_tp=2)
+
+
+def test_streaming_takes_the_teachers_weights_off_the_student():
+    colocated, streamed = job(), job(placement="streamed")
+    teacher = 2 * total_params(colocated.teacher)
+    assert item(student_stage(colocated, 0), "teacher weights") == teacher
+    head = colocated.student.vocab * colocated.teacher.hidden * 2
+    saved = student_stage(colocated, 0).allocated - student_stage(streamed, 0).allocated
+    assert saved == pytest.approx(teacher - head, rel=0.05)
+    assert student_stage(job(placement="cached"), 0).allocated < student_stage(streamed, 0).allocated
+
+
+def test_frozen_head_has_neither_scratch_nor_state():
+    full, frozen = (student_stage(job(student=load_model("llama-3.1-8b"), freeze_head=freeze, distributed_optimizer=False), 0) for freeze in (False, True))
+    head = 128256 * 4096
+    assert full.allocated - frozen.allocated >= head * (4 + 12 + 4)
+    assert item(frozen, "head gradient scratch fp32") == 0
+
+
+def test_longest_sequence_fits_and_the_next_one_does_not():
+    for placement in ("colocated", "streamed", "cached"):
+        here = job(placement=placement)
+        longest = largest_sequence(here)
+        assert fits(replace(here, seq=longest)) and not fits(replace(here, seq=longest + 256))
+
+
+def test_colocated_frontier_falls_with_sequence_and_ends_before_the_streamed_one():
+    points = frontier(job(gpu=gpu("h100-80")))
+    sizes = [point.colocated for point in points]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > total_params(load_model("llama-3.1-8b"))
+    assert any(point.colocated < total_params(load_model("llama-3.1-8b")) <= point.streamed for point in points)
+    assert largest_teacher(job(seq=131072)) == 0
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(layout=ParallelLayout(pp=3)), "28 layers, which must divide by pp x vpp = 3"),
+    (dict(layout=ParallelLayout(tp=5, sequence_parallel=True)), "24 attention heads must divide by tp"),
+    (dict(layout=ParallelLayout(ep=2, dp=2)), "a dense model has no experts"),
+    (dict(seq=262144), "takes at most 131072"),
+    (dict(global_batch=7, layout=ParallelLayout(dp=2)), "must divide by micro_batch x dp = 2"),
+    (dict(teacher=load_model("qwen3.5-9b")), "must share one tokenizer"),
+    (dict(seq=8191, layout=ParallelLayout(tp=2, sequence_parallel=True)), "must divide by 2"),
+])
+def test_impossible_job_is_refused_with_the_rule(changes, message):
+    with pytest.raises(PlanError, match=message):
+        job(**changes)
+
+
+def test_layouts_that_megatron_gets_wrong_are_refused():
+    qwen, oss = load_model("qwen3.5-9b"), from_config(GPT_OSS, "tiny")
+    for model, layout, message in ((qwen, ParallelLayout(tp=2), "out_norm"), (oss, ParallelLayout(tp=2, sequence_parallel=True), "etp=1")):
+        with pytest.raises(PlanError, match=message):
+            job(student=model, teacher=model, layout=layout, seq=512)
+    with pytest.raises(UnsupportedLayout):
+        ParallelLayout(tp=2, ep=3)
+
+
+def test_vocabulary_that_does_not_divide_is_padded_to_tp():
+    tiny = from_config({**LLAMA, "vocab_size": 321, "tie_word_embeddings": False}, "odd")
+    head = [w for w in stage_weights(tiny, ParallelLayout(tp=2, sequence_parallel=True), 0) if w.name == "output_layer"]
+    assert head[0].numel == 322 * 64
