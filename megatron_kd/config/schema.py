@@ -145,11 +145,9 @@ class TeacherConfig:
     """Hugging Face tokenizer; None: that of `model`. Must map ids to the same tokens as the student's."""
     context_length: int | None = None
     """Longest sequence it takes; None: what its configuration says."""
-    microbatches_ahead: int = 1
-    """Colocated at pp > 1: micro-batches that its forward-only schedule runs before the student's; memory: H_t x 2 bytes a held row."""
 
     def __post_init__(self):
-        positive(self, "world_size", "context_length", "microbatches_ahead")
+        positive(self, "world_size", "context_length")
         if self.placement == "colocated" and self.layout is not None:
             raise ConfigError(rule("teacher.layout", self.layout, "a colocated teacher shares the student's ranks and layout",
                                    "Remove teacher.layout, or set teacher.placement=streamed"))
