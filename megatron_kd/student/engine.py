@@ -246,7 +246,7 @@ class Engine:
             raise DataError(rule("micro-batch", scheduled, f"the schedule runs it where the forward step counts {micro.index}", "Replayed micro-batches are not supported"))
         progress.next_index += 1
         if self.targets.ahead:
-            for block in lookahead.upcoming(micro.index + 1 + self.targets.ahead):
+            for block in lookahead.upcoming(micro.index + 1 + self.targets.ahead)[micro.index:]:
                 self._post(block)
         return micro
 
