@@ -1,0 +1,148 @@
+"""The fused loss over vocabulary shards: every rank gets the single-process reference, in loss and in every gradient.
+
+One job per world size, so that each start of a group pays for many cases; failures name the case, the part and the rank.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_kd.kernels.spec import HeadTransform
+from megatron_kd.loss import check
+from megatron_kd.loss.fused import fused_linear_kd
+from megatron_kd.loss.hidden_term import HiddenTerm
+from megatron_kd.loss.objective import DIVERGENCES, Objective
+from megatron_kd.vocab import VocabSpec
+
+CAPPED = dict(bias=True, student_transform=HeadTransform(scale=0.9, softcap=8.0), teacher_transform=HeadTransform(softcap=6.0))
+EMPTY_SHARD = dict(true_size=61, student_padded=120, teacher_padded=64)
+"""With 3 or 4 ranks the last shards hold padding alone; with 2 the second holds one true column."""
+
+
+def divergence_cases() -> list[check.Case]:
+    """Every divergence, dense and top-K, with everything that is easily lost, on shards of which some are all padding."""
+    cases = [check.Case(name=name, objective=Objective(divergence=name, kd_weight=0.7, ce_weight=0.3, temperature=1.5), **CAPPED, **EMPTY_SHARD) for name in DIVERGENCES]
+    cases += [check.Case(name=f"top-K {mode}", signal="top_k", objective=Objective(top_k_mode=mode, ce_weight=0.3), **CAPPED, **EMPTY_SHARD)
+              for mode in ("tail_bucket", "renormalise", "none")]
+    cases += [check.Case(name="labels", signal="labels", objective=Objective(kd_weight=0.0, ce_weight=1.0)), check.Case(name="logits", signal="logits"),
+              check.Case(name="all masked", weights="zero"), check.Case(name="quarter", weights="quarter", objective=Objective(ce_weight=1.0)),
+              check.Case(name="bf16", dtype=torch.bfloat16, objective=Objective(ce_weight=0.3)), check.Case(name="no rows", num_rows=0)]
+    return cases
+
+
+def failures(case: check.Case, world: int, **options) -> list:
+    """Parts that are not within their limits on this rank."""
+    tensors = check.build(case)
+    got = check.actual(case, tensors, group=dist.group.WORLD, **options)
+    results = check.compare_all(got, check.expected(case, tensors), check.plain(case, tensors, world), case.dtype)
+    return [(case.name, options, name, result) for name, result in results.items() if not result.passed]
+
+
+def all_cases(rank, world):
+    return [failure for case in divergence_cases() for failure in failures(case, world, dw_windows=1 + case.name.startswith("f"))]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_case_equals_the_reference_on_every_rank(ranks, world):
+    assert ranks.run(all_cases, world, timeout_s=120) == [[]] * world
+
+
+def sequence_parallel_cases(rank, world):
+    base = check.Case(name="sp", objective=Objective(ce_weight=0.3), **CAPPED)
+    even = tuple(29 // world + (r < 29 % world) for r in range(world))
+    shares = [even, (29,) + (0,) * (world - 1), (0,) * (world - 1) + (29,), (1,) * (world - 1) + (30 - world,)]
+    found = [f for share in shares for dw_windows in (1, 3) for f in failures(base, world, rows_per_rank=share, dw_windows=dw_windows)]
+    found += failures(replace(base, objective=Objective(divergence="jsd")), world, rows_per_rank=even)
+    found += failures(replace(base, signal="top_k"), world, rows_per_rank=even, window_rows=29)
+    found += failures(replace(base, signal="logits", dtype=torch.bfloat16), world, rows_per_rank=even)
+    found += failures(replace(base, num_rows=0), world, rows_per_rank=(0,) * world)
+    found += failures(base, world, rows_per_rank=even, gradients="in_backward")
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sequence_parallel_rows_however_unevenly_the_mask_leaves_them(ranks, world):
+    assert ranks.run(sequence_parallel_cases, world, timeout_s=120) == [[]] * world
+
+
+def random_masks(rank, world):
+    gen, found = torch.Generator().manual_seed(11), []
+    for _ in range(8):
+        share = tuple(torch.randint(0, 12, (world,), generator=gen).tolist())
+        case = check.Case(name="random", num_rows=sum(share), weights="ones", objective=Objective(ce_weight=0.3))
+        found += failures(case, world, rows_per_rank=share, window_rows=int(torch.randint(1, 9, (1,), generator=gen)))
+    return found
+
+
+def test_random_masks_under_sequence_parallelism(ranks):
+    assert ranks.run(random_masks, 3, timeout_s=120) == [[]] * 3
+
+
+def partial_dx(rank, world):
+    case = check.Case(name="partial", objective=Objective(ce_weight=0.3))
+    tensors = check.build(case)
+    part = check.actual(case, tensors, group=dist.group.WORLD, dx_reduce="none").dx_NH
+    alone = part.clone()
+    dist.all_reduce(part)
+    want = check.expected(case, tensors).dx_NH
+    return (part.double() - want).norm().item() / want.norm().item(), (alone.double() - want).norm().item() / want.norm().item()
+
+
+def test_unreduced_dx_is_this_shards_part(ranks):
+    for summed, alone in ranks.run(partial_dx, 2):
+        assert summed < 1e-5 < 0.1 < alone
+
+
+def collectives(rank, world):
+    """Names of the collectives that each rank issues, with unequal rows under sequence parallelism and with none at all."""
+    calls, originals = [], {}
+    for name in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"):
+        originals[name] = getattr(dist, name)
+        setattr(dist, name, lambda *a, _name=name, **k: (calls.append((_name, a[0].numel())), originals[_name](*a, **k))[1])
+    try:
+        counts = []
+        for share in ((13, 0), (0, 0)):
+            case = check.Case(name="count", num_rows=sum(share), weights="ones", objective=Objective(divergence="jsd"))
+            tensors, vocab = check.build(case), VocabSpec(true_size=203, student_padded=240, teacher_padded=216, tp=world)
+            own = slice(0, 13) if rank == 0 else slice(13, 13)
+            x, head = tensors["x"][own].clone().requires_grad_(), tensors["head"][slice(*vocab.shard_range(rank))].clone().requires_grad_()
+            out = fused_linear_kd(x, head, check.teacher_for(case, tensors, vocab, rank), vocab=vocab, objective=case.objective, tp_group=dist.group.WORLD,
+                                  rows_per_rank=share, window_rows=5)
+            out.loss_N.sum().backward()
+            counts.append((list(calls), head.grad is not None, tuple(x.grad.shape)))
+            calls.clear()
+        return counts
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+def test_ranks_without_a_row_run_the_same_collectives(ranks):
+    first, second = ranks.run(collectives, 2)
+    assert [calls for calls, _, _ in first] == [calls for calls, _, _ in second]
+    assert len(first[0][0]) == 3 * 4 and first[1][0] == []
+    assert [(has, shape) for _, has, shape in second] == [(True, (0, 24)), (True, (0, 24))]
+
+
+def hidden_term_sp(rank, world):
+    gen = torch.Generator().manual_seed(3)
+    x, t, weights = torch.randn(9, 6, generator=gen), torch.randn(9, 8, generator=gen), torch.rand(9, generator=gen)
+    share = (7, 2)
+    own = slice(sum(share[:rank]), sum(share[:rank + 1]))
+    whole, part = HiddenTerm("cosine", 6, 8), HiddenTerm("cosine", 6, 8, sequence_parallel=True)
+    x_whole, x_own = x.clone().requires_grad_(), x[own].clone().requires_grad_()
+    want = whole(x_whole, t)
+    got = part(x_own, t, tp_group=dist.group.WORLD, rows_per_rank=share)
+    (weights * want).sum().backward()
+    (weights * got).sum().backward()
+    dist.all_reduce(part.projection.grad)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(x_own.grad, x_whole.grad[own])
+    torch.testing.assert_close(part.projection.grad, whole.projection.grad)
+    return True
+
+
+def test_hidden_term_under_sequence_parallelism(ranks):
+    assert ranks.run(hidden_term_sp, 2) == [True, True]
