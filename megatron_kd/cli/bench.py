@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="of rows and heads (default: bfloat16 on cuda, float32 on cpu)")
     parser.add_argument("--window-rows", type=int, help="ours: rows projected at once (default: chosen from the shape)")
     parser.add_argument("--dw-windows", type=int, help="ours: windows whose dW is formed at once (default: chosen from the shape)")
-    parser.add_argument("--budget-s", type=float, default=2.0, help="time spent repeating one measurement (default: %(default)s)")
+    parser.add_argument("--budget-s", type=float, default=0.6, help="time spent repeating one measurement (default: %(default)s)")
+    parser.add_argument("--rest-s", type=float, default=1.0, help="GPU: rest before each measurement; 0 with a long budget shows the sustained rate (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows with device, versions, commit, date and command")
     parser.add_argument("--commit", help="recorded commit, for a tree without .git")
 
@@ -187,7 +188,7 @@ class Bench:
             if loss.requires_grad:
                 loss.backward()
 
-        measured = measure(step, device=self.device, budget_s=self.args.budget_s, forget=forget,
+        measured = measure(step, device=self.device, budget_s=self.args.budget_s, rest_s=self.args.rest_s, forget=forget,
                            group=self.group if method.ours and not method.alone else None)
         forget()
         return measured
@@ -215,7 +216,7 @@ class Bench:
         tflops = None if measured.ms is None else least_flops(shape, num_rows, method.target) / tp / measured.ms / 1e9
         dx_gib = 0.0 if method.target == "evaluation" else num_rows * shape.student_width * self.dtype.itemsize / GIB
         self.rows.append({"method": method.name, "shape": name, "tokens": num_rows, "tp": tp, "ms": measured.ms, "tflops": tflops, "peak_gib": measured.peak_gib,
-                          "dx_gib": dx_gib, "error": error, "note": measured.note or method.note})
+                          "clock_mhz": measured.clock_mhz, "dx_gib": dx_gib, "error": error, "note": measured.note or method.note})
         cells = ["-" if value is None else format(value, spec) for value, spec in ((measured.ms, ".2f"), (tflops, ".4g"), (measured.peak_gib, ".2f"))]
         self.say(f"{method.name:26s} {num_rows:8d} {cells[0]:>10s} ms {cells[1]:>7s} TFLOP/s {cells[2]:>7s} GiB  error {error:.1e}  {self.rows[-1]['note']}")
 
@@ -229,12 +230,14 @@ class Bench:
                 self.say(f"{method}, {num_rows} rows: per-GPU efficiency at tp={self.world} {row['efficiency']:.1%}")
 
     def gemms(self, shape: Shape, case: Case) -> dict[str, float]:
-        """Rates of the GEMMs alone at the windows in force, and of a square one."""
-        window_rows = self.args.window_rows or default_window_rows(shape.vocab, self.device.type)
-        dw_rows = window_rows * (self.args.dw_windows or default_dw_windows(shape.vocab, self.device.type))
-        rates = gemm_rates(case, shape, window_rows=window_rows, dw_rows=dw_rows, device=self.device, budget_s=self.args.budget_s)
-        square = square_rate(self.device, self.dtype, 8192 if self.device.type == "cuda" else 256)
-        return {"window_rows": window_rows, "dw_rows": dw_rows, **rates, "square": square}
+        """Rates of the GEMMs alone at the windows in force, and of a square one in a burst and over half a second or more."""
+        args, cuda = self.args, self.device.type == "cuda"
+        window_rows = args.window_rows or default_window_rows(shape.vocab, self.device.type)
+        dw_rows = window_rows * (args.dw_windows or default_dw_windows(shape.vocab, self.device.type))
+        rates = gemm_rates(case, shape, window_rows=window_rows, dw_rows=dw_rows, device=self.device, budget_s=args.budget_s, rest_s=args.rest_s)
+        square = {name: square_rate(self.device, self.dtype, size=8192 if cuda else 256, num_calls=calls if cuda else 1, rest_s=args.rest_s)
+                  for name, calls in (("square_burst", 10), ("square_sustained", 500))}
+        return {"window_rows": window_rows, "dw_rows": dw_rows, **rates, **square}
 
     def report(self) -> dict:
         """What the JSON file holds."""

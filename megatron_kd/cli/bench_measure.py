@@ -115,10 +115,12 @@ def gradients(loss: Callable[[Case], torch.Tensor], case: Case) -> Gradients:
 class Measured:
     """One measurement."""
 
-    ms: float | None
-    """Median; None where it did not fit."""
-    peak_gib: float | None
+    ms: float | None = None
+    """Median; None where it did not fit or failed."""
+    peak_gib: float | None = None
     """Allocator's maximum over the inputs; None on a CPU, or where it did not fit."""
+    clock_mhz: int | None = None
+    """The GPU's clock at the end of the measurement."""
     note: str = ""
     """Why there is no time."""
 
@@ -136,31 +138,49 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def measure(step: Callable[[], None], *, device: torch.device, budget_s: float, group: dist.ProcessGroup | None = None,
+def measure(step: Callable[[], None], *, device: torch.device, budget_s: float, rest_s: float = 0.0, group: dist.ProcessGroup | None = None,
             forget: Callable[[], None] = lambda: None) -> Measured:
-    """Median time of `step` and its peak: a call to warm up, one for the peak, then at least 3, filling `budget_s`.
+    """Median time of `step` and its peak: a call to warm up, one for the peak, then at least 3 (2 of half a second or more), filling `budget_s`.
 
-    `forget` drops what the last step left behind (gradients), so that the peak counts it in full. With `group` every rank repeats
-    equally often, and the slowest rank's median counts.
+    The device rests `rest_s` first: a GPU at its power limit lowers its clock within some tenths of a second, so that a method
+    measured after another one would look slower. The clock is read while one more step runs. `forget` drops what the last step
+    left behind (gradients), so that the peak counts it in full. With `group` every rank repeats equally often, and the slowest
+    rank's median counts.
     """
     gc.collect()
     try:
+        base = 0
         if device.type == "cuda":
             step()
             forget()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+            time.sleep(rest_s)
             base = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
         first_s = _seconds(step, device)
         peak_gib = (torch.cuda.max_memory_allocated() - base) / GIB if device.type == "cuda" else None
-        reps = int(_largest(max(3, min(50, int(budget_s / max(first_s, 1e-6)))), device, group))
+        least = 3 if first_s < 0.5 else 2
+        reps = int(_largest(max(least, min(50, int(budget_s / max(first_s, 1e-6)))), device, group))
         median_s = statistics.median(_seconds(step, device) for _ in range(reps))
-        return Measured(ms=_largest(median_s, device, group) * 1e3, peak_gib=peak_gib)
+        clock_mhz = None
+        if device.type == "cuda":
+            step()
+            clock_mhz = _clock_mhz(device)
+            torch.cuda.synchronize()
+        return Measured(ms=_largest(median_s, device, group) * 1e3, peak_gib=peak_gib, clock_mhz=clock_mhz)
     except torch.OutOfMemoryError:
-        return Measured(ms=None, peak_gib=None, note="out of memory")
+        return Measured(note="out of memory")
     except Exception as e:  # noqa: BLE001 -- a peer that fails is a row of the table, not the end of the benchmark
-        return Measured(ms=None, peak_gib=None, note=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:90])
+        return Measured(note=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:90])
+
+
+def _clock_mhz(device: torch.device) -> int | None:
+    """Clock of the multiprocessors now; None where the driver does not tell."""
+    try:
+        return torch.cuda.clock_rate(device)
+    except Exception:  # noqa: BLE001 -- needs NVML's Python package; the clock is a remark, not a result
+        return None
 
 
 def _largest(value: float, device: torch.device, group: dist.ProcessGroup | None) -> float:
@@ -179,8 +199,12 @@ def accumulate_product(dw_VH: torch.Tensor, g_RV: torch.Tensor, x_RH: torch.Tens
         dw_VH.addmm_(g_RV.t().to(dw_VH.dtype), x_RH.to(dw_VH.dtype))
 
 
-def gemm_rates(case: Case, shape: Shape, *, window_rows: int, dw_rows: int, device: torch.device, budget_s: float) -> dict[str, float]:
-    """TFLOP/s of the loss's four GEMMs alone at its window sizes, and of all four weighted by their FLOPs."""
+def gemm_rates(case: Case, shape: Shape, *, window_rows: int, dw_rows: int, device: torch.device, budget_s: float,
+               rest_s: float) -> dict[str, float]:
+    """TFLOP/s of the loss's four GEMMs alone at its window sizes, and of all four weighted by their FLOPs.
+
+    Each is timed in bursts about as long as a sixth of `budget_s`, so that it meets the same power limit as the loss.
+    """
     dtype, head_VH = case.head_VH.dtype, case.head_VH.detach()
     rows_RH, teacher_RH = (torch.randn(window_rows, width, device=device, dtype=dtype) for width in (shape.student_width, shape.teacher_width))
     g_RV = torch.randn(dw_rows, head_VH.shape[0], device=device, dtype=dtype) * 0.01
@@ -196,11 +220,13 @@ def gemm_rates(case: Case, shape: Shape, *, window_rows: int, dw_rows: int, devi
     }
     rates, ms_per_row, flops_per_row = {}, 0.0, 0.0
     for name, (step, flops) in steps.items():
-        def many(step=step):
-            for _ in range(8):
+        num_calls = max(1, round(budget_s / 6 * 5e14 / flops)) if device.type == "cuda" else 1
+
+        def many(step=step, num_calls=num_calls):
+            for _ in range(num_calls):
                 step()
-        many()
-        ms = measure(many, device=device, budget_s=budget_s / 4).ms / 8
+
+        ms = measure(many, device=device, budget_s=budget_s, rest_s=rest_s).ms / num_calls
         rates[name] = flops / ms / 1e9
         rows = dw_rows if name == "dw" else window_rows
         ms_per_row, flops_per_row = ms_per_row + ms / rows, flops_per_row + flops / rows
@@ -209,9 +235,17 @@ def gemm_rates(case: Case, shape: Shape, *, window_rows: int, dw_rows: int, devi
     return {name: round(rate, 3) for name, rate in rates.items()}
 
 
-def square_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """TFLOP/s of one square GEMM on random data: the device's practical ceiling."""
+def square_rate(device: torch.device, dtype: torch.dtype, *, size: int, num_calls: int, rest_s: float) -> float:
+    """TFLOP/s of a square GEMM on random data, `num_calls` in a row after a rest."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
-    ms = measure(lambda: torch.mm(a, b, out=out), device=device, budget_s=0.3).ms
-    return round(2 * size**3 / ms / 1e9, 3)
+    torch.mm(a, b, out=out)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        time.sleep(rest_s)
+
+    def many():
+        for _ in range(num_calls):
+            torch.mm(a, b, out=out)
+
+    return round(2 * size**3 * num_calls / _seconds(many, device) / 1e12, 3)
