@@ -71,6 +71,8 @@ class Run:
     rampup: tuple | None = None
     skipped: tuple = ()
     freeze_head: bool = False
+    random_init: bool = False
+    builder: bool = False
     overrides: tuple = ()
 
 
@@ -83,7 +85,10 @@ def config(run: Run, world: int):
     from tests.mcore_data import PATTERN, PatternData
 
     layout = ParallelLayout.for_world(world, tp=run.tp, pp=run.pp, ep=run.ep, etp=run.etp, vpp=run.vpp, sequence_parallel=run.sp)
-    provider = provider_for(run.student, layout=layout, dtype=torch.float32, seq_length=SEQ, overrides=dict(run.overrides))
+    if run.builder:
+        provider = model_config(run, layout)
+    else:
+        provider = provider_for(run.student, layout=layout, dtype=torch.float32, seq_length=SEQ, load_weights=not run.random_init, overrides=dict(run.overrides))
     if run.freeze_head:
         provider.register_pre_wrap_hook(freeze_head)
     sharded = run.distributed_optimizer
@@ -93,7 +98,7 @@ def config(run: Run, world: int):
                                     rampup_batch_size=list(run.rampup) if run.rampup else None, iterations_to_skip=list(run.skipped)),
         validation=bridge.ValidationConfig(eval_interval=run.iters if run.eval_iters else None, eval_iters=run.eval_iters),
         optimizer=bridge.OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=1e-2, adam_eps=1e-2, weight_decay=0.0, use_distributed_optimizer=sharded, params_dtype=torch.float32, clip_grad=1.0),
-        scheduler=bridge.SchedulerConfig(lr_decay_style="constant", lr_warmup_iters=0, start_weight_decay=0.0, end_weight_decay=0.0),
+        scheduler=bridge.SchedulerConfig(lr_decay_style="constant", lr_warmup_iters=0, lr_decay_iters=4, start_weight_decay=0.0, end_weight_decay=0.0),
         ddp=bridge.DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=sharded, overlap_param_gather=sharded, use_distributed_optimizer=sharded,
                                                  average_in_collective=False, check_for_nan_in_grad=True, bucket_size=3000 if sharded else None),
         dataset=PatternData(seq_length=SEQ, vocab_size=TRUE_VOCAB, weight=run.weight, pattern=run.pattern or PATTERN, dataloader_type=run.dataloader, num_workers=0,
@@ -102,6 +107,22 @@ def config(run: Run, world: int):
         tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=TRUE_VOCAB - 1),
         checkpoint=bridge.CheckpointConfig(save=run.save, load=run.load, save_interval=run.save_interval, ckpt_format="torch_dist", async_save=False),
         rng=bridge.RNGConfig(seed=1), dist=bridge.DistributedInitConfig(distributed_backend="gloo", use_gloo_process_groups=True), mixed_precision=None)
+
+
+def model_config(run: Run, layout):
+    """megatron-core's ModelConfig, which its own builder makes into a model: the other kind of `cfg.model` that Bridge takes."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training.models.gpt import GPTModelConfig
+
+    from megatron_kd.mcore.model import device_overrides, layout_overrides
+
+    known = TransformerConfig.__dataclass_fields__
+    settings = {name: value for name, value in {**device_overrides(), **layout_overrides(layout)}.items() if name in known}
+    transformer = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0,
+                                    attention_dropout=0.0, params_dtype=torch.float32, pipeline_dtype=torch.float32, **settings)
+    return GPTModelConfig(transformer=transformer, transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=STUDENT_VOCAB, seq_length=SEQ,
+                          position_embedding_type="rope")
 
 
 def freeze_head(chunks):

@@ -11,17 +11,12 @@ from pathlib import Path
 from megatron_kd.errors import ConfigError, UnsupportedLayout, rule
 
 
-def transformer_config(cfg):
-    """The TransformerConfig-like part of `cfg.model`: the provider itself, or a ModelConfig's `transformer`."""
-    return getattr(cfg.model, "transformer", cfg.model)
-
-
 def configure(cfg, *, per_token_loss: bool | None = True) -> None:
     """Make the settings that distillation needs on `cfg`, in place.
 
     `per_token_loss`: True divides by one token count of the whole global batch (KD and CE share it), None leaves the setting as it is.
     """
-    model = transformer_config(cfg)
+    model = cfg.model  # a provider, or a ModelConfig that passes attributes on to its TransformerConfig
     if per_token_loss is not None:
         model.calculate_per_token_loss = per_token_loss
     if getattr(model, "calculate_per_token_loss", False):
@@ -49,7 +44,7 @@ def register_pre_wrap_hook(cfg, hook: Callable) -> None:
 
 def check_config(cfg) -> None:
     """ConfigError or UnsupportedLayout, by name, for what Megatron or this package cannot do right."""
-    model = transformer_config(cfg)
+    model = cfg.model
     _check_layout(cfg, model)
     _check_numerics(cfg, model)
     _check_loop(cfg, model)
@@ -65,7 +60,7 @@ def _check_layout(cfg, model) -> None:
     sequence_parallel = bool(model.sequence_parallel) and tp > 1
     experts = getattr(model, "num_moe_experts", None)
     expert_tp = getattr(model, "expert_tensor_parallel_size", None) or tp
-    vocab_size = getattr(cfg.model, "vocab_size", None) or getattr(model, "vocab_size", None)
+    vocab_size = getattr(model, "vocab_size", None)
     if vocab_size and vocab_size % tp:
         _refuse("vocab_size", vocab_size, f"must divide by tp = {tp}: Bridge pads only a vocabulary whose size it takes from the tokenizer",
                 f"Choose another tp, or enlarge the student's embedding and head to {-(-vocab_size // tp) * tp}")

@@ -41,8 +41,8 @@ def attach(cfg, *, teacher: str | TeacherConfig, loss: LossConfig | None = None,
     when the model is built.
     """
     if isinstance(teacher, str):
-        dtype = getattr(configure.transformer_config(cfg), "params_dtype", torch.bfloat16)
-        bf16 = getattr(configure.transformer_config(cfg), "bf16", False) or "bf16" in str(cfg.mixed_precision)
+        dtype = getattr(cfg.model, "params_dtype", torch.bfloat16)
+        bf16 = getattr(cfg.model, "bf16", False) or "bf16" in str(cfg.mixed_precision)
         teacher = TeacherConfig(model=teacher, precision="fp32" if dtype is torch.float32 and not bf16 else "bf16")
     configure.configure(cfg, per_token_loss=per_token_loss)
     configure.check_config(cfg)

@@ -109,13 +109,12 @@ class Engine:
         return chunks
 
     def _resolve_vocab(self):
-        model, lm = configure.transformer_config(self._cfg), self._lm
-        vocab_size = getattr(self._cfg.model, "vocab_size", None) or model.vocab_size
+        lm = self._lm
         tp = self._groups.tp.size()
         padded = lm.output_layer.weight.shape[0] * tp if lm.post_process and lm.output_layer.weight is not None else lm.vocab_size
         teacher, tokenizer = self._settings.teacher, self._cfg.tokenizer
         student_tokenizer = getattr(tokenizer, "tokenizer_model", None) if "HuggingFace" in str(getattr(tokenizer, "tokenizer_type", "")) else None
-        return resolve_vocab(student_padded=padded, student_vocab=vocab_size, teacher_vocab=teacher_vocab_size(teacher.model), tp=tp, explicit=self._settings.vocab_size,
+        return resolve_vocab(student_padded=padded, student_vocab=self._cfg.model.vocab_size, teacher_vocab=teacher_vocab_size(teacher.model), tp=tp, explicit=self._settings.vocab_size,
                              student_tokenizer=student_tokenizer, teacher_tokenizer=teacher.tokenizer or teacher.model)
 
     def _request(self) -> SourceRequest:
@@ -123,7 +122,7 @@ class Engine:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         return SourceRequest(teacher=settings.teacher, loss=settings.loss, stream=settings.stream, cache=settings.cache, cfg=cfg, student_lm=self._lm, groups=self._groups,
                              vocab=self._vocab, device=device, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[settings.teacher.precision],
-                             seq_length=configure.transformer_config(cfg).seq_length, micro_batch=cfg.train.micro_batch_size, output_dir=settings.output_dir)
+                             seq_length=cfg.model.seq_length, micro_batch=cfg.train.micro_batch_size, output_dir=settings.output_dir)
 
     def _add_hidden_term(self) -> HiddenTerm | None:
         """The optional term on hidden states: a part of the student's model, so that DDP, optimizer and checkpoint hold its projection."""
@@ -132,7 +131,7 @@ class Engine:
             return None
         if head is None:
             raise ConfigError(rule("loss.hidden_term", term.kind, "top-K targets hold no hidden states", "Remove it, or use hidden-state targets"))
-        config = configure.transformer_config(self._cfg)
+        config = self._cfg.model
         self._lm.kd_hidden_term = HiddenTerm(term.kind, config.hidden_size, head.weight_VH.shape[1], sequence_parallel=bool(config.sequence_parallel),
                                              dtype=config.params_dtype, device=next(self._lm.parameters()).device)
         return self._lm.kd_hidden_term
@@ -141,7 +140,7 @@ class Engine:
     def _weight_units(self) -> int:
         """Units of a weight in Megatron's int32 token count: 1/1024, coarser where a global batch would overflow it, 1 beside MoE
         auxiliary losses, which the same count divides."""
-        config = configure.transformer_config(self._cfg)
+        config = self._cfg.model
         if getattr(config, "num_moe_experts", None):
             return 1
         return max(1, min(WEIGHT_UNITS, 2**30 // (self._cfg.train.global_batch_size * config.seq_length)))
@@ -224,7 +223,7 @@ class Engine:
                                      "Provide more data, or train fewer steps"))
             return blocks
         size = self._cfg.train.micro_batch_size if progress.mode == "train" else self._cfg.validation.eval_micro_batch_size or self._cfg.train.micro_batch_size
-        shape = (size, configure.transformer_config(self._cfg).seq_length)
+        shape = (size, self._cfg.model.seq_length)
         return [TokenBlock(tokens_bs=torch.zeros(shape, dtype=torch.int64), loss_mask_bs=torch.zeros(shape), step=progress.step, micro_batch=i, mode=progress.mode)
                 for i in range(progress.num_microbatches)]
 

@@ -110,7 +110,7 @@ def test_drop_rows_trains_on_the_finite_rows_alone(megatron_ranks, models):
 REFUSED = {  # settings of cfg -> the setting that the error names
     "virtual_pipeline_model_parallel_size": {"model.pipeline_model_parallel_size": 2, "model.virtual_pipeline_model_parallel_size": 2, "model.overlap_p2p_comm": False},
     "sequence_parallel": {"model.experimental_attention_variant": "gated_delta_net", "model.tensor_model_parallel_size": 2},
-    "expert_tensor_parallel_size": {"model.num_moe_experts": 4, "model.add_bias_linear": True, "model.tensor_model_parallel_size": 2, "model.sequence_parallel": True},
+    "expert_tensor_parallel_size": {"model.num_moe_experts": 4, "model.add_bias_linear": True, "model.expert_tensor_parallel_size": 2},
     "mtp_num_layers": {"model.mtp_num_layers": 1, "model.overlap_moe_expert_parallel_comm": True},
     "fp16": {"model.fp16": True},
     "cuda_graph_impl": {"model.cuda_graph_impl": "full_iteration"},
