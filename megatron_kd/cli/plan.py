@@ -11,11 +11,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_kd.errors import KDError, PlanError, rule
+from megatron_kd.errors import PlanError, rule
 from megatron_kd.layout import ParallelLayout
 from megatron_kd.plan.balance import Rates, speed
 from megatron_kd.plan.frontier import frontier, largest_sequence, largest_teacher
-from megatron_kd.plan.gpus import GPUS, Gpu, gpu
+from megatron_kd.plan.gpus import GPUS, Gpu, cpu, gpu
 from megatron_kd.plan.job import PLACEMENTS, Job
 from megatron_kd.plan.memory import all_stages
 from megatron_kd.plan.models import load_model
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--teacher", help="Hugging Face config, folder, or known name")
     parser.add_argument("--student", help="the same for the student")
     parser.add_argument("--gpus", type=int, help="GPUs of the whole run, teacher included")
-    parser.add_argument("--gpu", default="h100-80", help=f"one of {', '.join(GPUS)} (default h100-80)")
+    parser.add_argument("--gpu", help=f"one of {', '.join(GPUS)} (default h100-80; a recipe with device: cpu is planned on this machine's CPU)")
     parser.add_argument("--gpu-memory-gib", type=float, help="another memory size")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs that NVLink joins")
     parser.add_argument("--network-gb-s", type=float, help="network bandwidth per GPU, one direction, GB/s")
@@ -53,13 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help="write JSON to FILE, or to stdout instead of tables")
     parser.add_argument("--plot", metavar="FILE", help="write a picture: memory per stage, frontier")
     parser.add_argument("--brief", action="store_true", help="summary table and recommendation only")
-    parser.add_argument("--predict-runs", nargs=2, metavar=("RUNS.json", "OUT.json"), help=argparse.SUPPRESS)
+    parser.add_argument("--predict-runs", nargs=2, metavar=("RUNS.json", "OUT.json"), help="write the predictions of a list of runs, to be held against measurements")
+    parser.add_argument("--write-runs", nargs=2, metavar=("RUNS.json", "FOLDER"), help="write recipes and model configs of that list")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print; 0, or 3 where no placement fits."""
-    if args.predict_runs:
-        return _predict_runs(*args.predict_runs)
+    if args.predict_runs or args.write_runs:
+        return _runs(args)
     rates = Rates.measured(args.measured) if args.measured else Rates()
     template, given = _template(args)
     num_gpus = args.gpus or template.num_gpus
@@ -98,17 +99,19 @@ def make_plan(found: dict[str, Found], rates: Rates, *, price: float | None = No
             continue
         entries.append(PlacementPlan(job=job, stages=tuple(all_stages(job)), speed=speed(job, rates, cache_epochs=cache_epochs), largest_seq=largest_sequence(job),
                                      largest_teacher=largest_teacher(job)))
-    base = next((entry.job for entry in entries if entry.job.placement == "colocated"), entries[0].job if entries else None)
+    jobs = {entry.job.placement: entry.job for entry in entries}
+    base = entries[0].job if entries else None
     assumed = ["routing spreads tokens evenly over experts", "embedding, heads and norms as in the checkpoint; no MTP, no vision tower",
                "fp32 gradients, fp32 master weights and Adam moments, sharded over data parallelism" if base and base.distributed_optimizer else "optimizer state not sharded"]
     if rates.student_tokens_s_gpu is None:
         assumed.append(f"compute at {rates.dense:.0%} (dense), {rates.moe:.0%} (MoE) and {rates.loss:.0%} (loss) of peak: replace with --measured")
-    return Plan(placements=tuple(entries), frontier=tuple(frontier(base)) if base else (), recommendation=recommendation(found), price=price, assumptions=tuple(assumed),
+    edge = tuple(frontier(jobs.get("colocated"), jobs.get("streamed")))
+    return Plan(placements=tuple(entries), frontier=edge, recommendation=recommendation(found), price=price, assumptions=tuple(assumed),
                 refused=refused)
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:
-    chosen = gpu(args.gpu)
+    chosen = gpu(args.gpu or "h100-80")
     if args.gpu_memory_gib:
         chosen = replace(chosen, memory_bytes=int(args.gpu_memory_gib * 2**30))
     if args.gpus_per_node:
@@ -126,7 +129,9 @@ def _template(args: argparse.Namespace) -> tuple[Job, bool]:
         from megatron_kd.config.load import load
         from megatron_kd.plan.recipe import job_from_recipe
 
-        return job_from_recipe(load(args.recipe, args.overrides), _gpu(args), args.gpus), True
+        recipe = load(args.recipe, args.overrides)
+        job = job_from_recipe(recipe, _gpu(args), args.gpus)
+        return (replace(job, gpu=cpu(job.num_gpus)) if recipe.device == "cpu" and not args.gpu else job), True
     missing = [name for name in ("teacher", "student", "gpus") if not getattr(args, name)]
     if missing:
         raise PlanError(rule("arguments", missing, "a plan needs a recipe, or --teacher, --student and --gpus",
@@ -173,12 +178,14 @@ def _search_text(found: dict[str, Found]) -> str:
     return "\n".join(lines)
 
 
-def _predict_runs(runs: str, out: str) -> int:
-    """Predicted peak of each run of a list of recipes with overrides, for the table of predicted against measured."""
-    from megatron_kd.plan.predict import predict
+def _runs(args: argparse.Namespace) -> int:
+    """Predictions and recipes of a list of runs."""
+    from megatron_kd.plan.predict import predict, write_runs
 
-    try:
-        predict(runs, out)
-    except OSError as error:
-        raise KDError(str(error)) from error
+    if args.predict_runs:
+        for entry in predict(*args.predict_runs):
+            print(f"{entry['name']}: {entry['max_memory_allocated'] / 2**30:.2f} GiB allocated at the peak, loss {entry['loss_call_bytes'] / 2**30:.2f} GiB")
+    if args.write_runs:
+        for path in write_runs(*args.write_runs):
+            print(path)
     return 0

@@ -240,14 +240,15 @@ def layer_saved(model: ModelShape, layer: int, spec: ActivationSpec) -> float:
     return sum(block.saved_bytes for block in layer_blocks(model, layer, spec))
 
 
-def layer_backward_extra(model: ModelShape, layer: int, spec: ActivationSpec, tokens: int) -> int:
+def layer_backward_extra(model: ModelShape, layer: int, spec: ActivationSpec, tokens: int, *, weight_gradients: bool = True) -> int:
     """Bytes above the saved activations at the worst moment of the backward of decoder layer `layer`. The MLP runs backward first, with
-    everything saved still there; when the mixer runs, the MLP's tensors are gone. Full recompute brings the whole layer back first."""
+    everything saved still there; when the mixer runs, the MLP's tensors are gone. Full recompute brings the whole layer back first. Without
+    `weight_gradients` (adapters) no gradient of a weight is formed."""
     mixer, mlp = layer_blocks(model, layer, spec)
     again = mixer.saved_bytes + mlp.saved_bytes if spec.recompute == "full" else 0.0
     moments = [mlp.backward_extra, -mlp.saved_bytes + mixer.backward_extra]
     at_grads = [(mlp.weight_grad_extra, mlp.weight_grad), (-mlp.saved_bytes + mixer.weight_grad_extra, mixer.weight_grad)]
-    return int(max(0, *(tokens * (again + extra) for extra in moments), *(tokens * (again + extra) + grad for extra, grad in at_grads)))
+    return int(max(0, *(tokens * (again + extra) for extra in moments), *(tokens * (again + extra) + grad * weight_gradients for extra, grad in at_grads)))
 
 
 def layer_forward_peak(model: ModelShape, layer: int, spec: ActivationSpec) -> float:

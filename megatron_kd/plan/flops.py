@@ -33,10 +33,11 @@ def decoder_flops(model: ModelShape, seq: int) -> float:
 
 
 def student_flops(job: Job) -> float:
-    """FLOPs a token of the student's decoder: forward once, backward twice; what is recomputed once more."""
+    """FLOPs a token of the student's decoder: forward once, backward twice (once for weights, which adapters leave out); what is recomputed once more."""
     forward = decoder_flops(job.student, job.seq)
     again = {"none": 0.0, "selective": mixing_flops(job.student, job.seq), "full": forward}[job.recompute]
-    return 3 * forward + again
+    weight_gradients = 0.0 if job.lora_rank else 2.0 * active_matmul_params(job.student)
+    return 2 * forward + mixing_flops(job.student, job.seq) + weight_gradients + again
 
 
 def teacher_flops(job: Job) -> float:
@@ -48,4 +49,4 @@ def loss_flops(job: Job) -> float:
     """FLOPs a token of the loss: 2V(H_t + 3 H_s), without the teacher's projection for a top-K cache, with one less for a frozen head."""
     head = 2.0 * job.student.vocab
     teacher = 0.0 if job.placement == "cached" and job.payload == "topk" else head * job.teacher.hidden
-    return job.row_share * (teacher + head * job.student.hidden * (2 if job.freeze_head else 3))
+    return job.row_share * (teacher + head * job.student.hidden * (3 if job.trains_head else 2))

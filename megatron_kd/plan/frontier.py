@@ -3,9 +3,9 @@
 Called by report, plot and tests. Searches over the same memory functions that a plan uses.
 """
 
+import math
 from dataclasses import dataclass, replace
 
-from megatron_kd.errors import KDError
 from megatron_kd.plan.job import Job
 from megatron_kd.plan.memory import StageMemory, all_stages, fits
 from megatron_kd.plan.params import total_params
@@ -32,8 +32,8 @@ def largest_sequence(job: Job) -> int | None:
 def largest_teacher(job: Job) -> int:
     """Parameters of the largest teacher of this shape (more of the same layers) that fits beside everything else; 0: none does.
 
-    Weights of a colocated teacher share the student's GPUs, those of a streamed one have a replica's GPUs, a cached one needs none: there
-    the limit is that of the replica that builds the cache.
+    Weights of a colocated teacher share the student's GPUs, those of a streamed one have a replica's GPUs, and so have those of the replica that
+    builds a cache.
     """
     def limit(stage: StageMemory) -> float:
         weights = sum(item.bytes for item in stage.items if item.name == "teacher weights")
@@ -57,16 +57,18 @@ class FrontierPoint:
     """Parameters."""
 
 
-def frontier(job: Job, num_points: int = 12) -> list[FrontierPoint]:
-    """Largest teacher over sequence lengths (doubling from 1,024), colocated against streamed, in `job`'s layouts."""
-    out, seq = [], max(1024, sequence_unit(job))
-    while len(out) < num_points and seq <= min(job.student.max_position, job.teacher.max_position):
-        sizes = {}
-        for placement in ("colocated", "streamed"):
-            try:
-                sizes[placement] = largest_teacher(replace(job, seq=seq, placement=placement))
-            except KDError:
-                sizes[placement] = 0
-        out.append(FrontierPoint(seq=seq, **sizes))
+def frontier(colocated: Job | None, streamed: Job | None, num_points: int = 12) -> list[FrontierPoint]:
+    """Largest teacher over sequence lengths (doubling from 1,024) in the two jobs' layouts, with full recompute where that holds a larger one."""
+    jobs = [job for job in (colocated, streamed) if job is not None]
+    if not jobs:
+        return []
+    unit = math.lcm(*map(sequence_unit, jobs))
+    out, seq = [], -(-1024 // unit) * unit
+    while len(out) < num_points and seq <= min(jobs[0].student.max_position, jobs[0].teacher.max_position):
+        out.append(FrontierPoint(seq=seq, colocated=_largest_at(colocated, seq), streamed=_largest_at(streamed, seq)))
         seq *= 2
     return out
+
+
+def _largest_at(job: Job | None, seq: int) -> int:
+    return 0 if job is None else max(largest_teacher(replace(job, seq=seq, recompute=recompute)) for recompute in {job.recompute, "full"})

@@ -4,6 +4,7 @@ Called by memory, traffic and balance. `memory_bytes` is what the driver reports
 direction, per GPU, in bytes a second.
 """
 
+import os
 from dataclasses import dataclass
 
 from megatron_kd.errors import PlanError, rule
@@ -38,6 +39,12 @@ GPUS = {gpu.name: gpu for gpu in (
     Gpu(name="gb200", memory_bytes=189_471 * MIB, bf16_flops=2500e12, nvlink_bytes_s=900e9, gpus_per_node=4),
     Gpu(name="b300", memory_bytes=275_040 * MIB, bf16_flops=2500e12, nvlink_bytes_s=900e9, network_bytes_s=100e9),
 )}
+
+
+def cpu(num_ranks: int) -> Gpu:
+    """A rank of this machine's CPU: an equal share of its memory; 50 GFLOP/s and loopback rates are assumed."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Gpu(name="cpu rank", memory_bytes=memory // num_ranks, bf16_flops=50e9, nvlink_bytes_s=5e9, network_bytes_s=1e9, gpus_per_node=max(8, num_ranks))
 
 
 def gpu(name: str) -> Gpu:

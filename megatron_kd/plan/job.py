@@ -33,7 +33,7 @@ class Job:
     layout: ParallelLayout
     """The student's."""
     teacher_layout: ParallelLayout | None = None
-    """streamed: one replica's; cached: that of the run that built the cache; None: the student's degrees with dp = 1."""
+    """streamed: one replica's; cached: that of the replica that builds the cache; None: one GPU."""
     teacher_replicas: int = 1
     """streamed: replicas that serve."""
     seq: int
@@ -64,6 +64,8 @@ class Job:
     """Share of positions whose loss mask is not 0."""
     freeze_head: bool = False
     """No gradient for the student's head."""
+    lora_rank: int | None = None
+    """Train adapters of this rank on the linear layers only; everything else is frozen, the head included."""
     fused_activation: bool | None = None
     """Megatron's bias_activation_fusion; None: as Bridge sets it for each model's family."""
     divergence: str = "forward_kl"
@@ -73,8 +75,8 @@ class Job:
         check_layout(self.student, self.layout, "student")
         if self.placement == "colocated":
             check_layout(self.teacher, self.teacher_shard, "teacher (colocated, the student's layout)")
-        elif self.placement == "streamed":
-            check_layout(self.teacher, self.teacher_shard, "teacher")
+        elif self.teacher_layout is not None:
+            check_layout(self.teacher, self.teacher_layout, "teacher")
         if self.teacher.vocab != self.student.vocab and abs(self.teacher.vocab - self.student.vocab) > 0.01 * self.student.vocab:
             raise PlanError(rule("vocab", (self.student.vocab, self.teacher.vocab), f"{self.student.name} and {self.teacher.name} must share one tokenizer",
                                  "Choose a pair of one family"))
@@ -89,6 +91,11 @@ class Job:
                                  "Choose a multiple, or a smaller dp"))
         if self.layout.vpp and self.num_micro_batches % self.layout.pp:
             raise PlanError(rule("global_batch", self.global_batch, f"interleaving needs micro-batches in multiples of pp = {self.layout.pp}", "Choose a multiple"))
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the student's head gets a gradient."""
+        return not self.freeze_head and self.lora_rank is None
 
     @property
     def num_micro_batches(self) -> int:
@@ -112,7 +119,7 @@ class Job:
             return replace(self.layout, vpp=None, **({"ep": 1, "etp": None} if self.teacher.moe is None else {}))
         if self.teacher_layout is not None:
             return self.teacher_layout
-        return ParallelLayout(tp=self.layout.tp, pp=self.layout.pp, cp=self.layout.cp, sequence_parallel=self.layout.sequence_parallel)
+        return ParallelLayout()
 
     @property
     def teacher_gpus(self) -> int:

@@ -16,7 +16,7 @@ from megatron_kd.loss import sizes as loss_sizes
 from megatron_kd.plan.activations import final_norm_saved, layer_backward_extra, layer_forward_peak, layer_saved
 from megatron_kd.plan.gpus import MIB
 from megatron_kd.plan.job import Job
-from megatron_kd.plan.params import Weight, buffer_numel, local_numel, padded_vocab, stage_kinds, stage_weights
+from megatron_kd.plan.params import Weight, adapter_numel, buffer_numel, local_numel, padded_vocab, stage_kinds, stage_weights
 from megatron_kd.stream import sizes as stream_sizes
 
 CUDA_CONTEXT = 700 * MIB
@@ -125,7 +125,7 @@ def _activations(job: Job, stage: int) -> tuple[int, int]:
     """(bytes kept by all micro-batches in flight, worst extra of one layer's backward) of the student on `stage`."""
     spec, kinds = job.spec(), stage_kinds(job.student, job.layout, stage)
     kept = sum(layer_saved(job.student, layer, spec) * num for layer, num in kinds) * job.local_tokens * in_flight(job.layout, stage, job.num_micro_batches)
-    extra = max(layer_backward_extra(job.student, layer, spec, job.local_tokens) for layer, _ in kinds)
+    extra = max(layer_backward_extra(job.student, layer, spec, job.local_tokens, weight_gradients=job.lora_rank is None) for layer, _ in kinds)
     if stage == job.layout.pp - 1:
         kept += final_norm_saved(job.student, spec) * job.local_tokens
     return int(kept), extra
@@ -189,41 +189,60 @@ def _small(job: Job, moe: bool) -> Item:
     return Item(name="workspaces, tokens, tables", bytes=spaces + job.local_tokens * 32 + job.seq * job.student.head_dim * 12, group="activations", exact=False)
 
 
+def _state(job: Job, stage: int) -> list[Item]:
+    """Weights, gradients and optimizer state of the student on `stage`; with adapters only those have the latter two."""
+    layout, weights = job.layout, stage_weights(job.student, job.layout, stage)
+    if job.lora_rank is None:
+        trained = tuple(weight for weight in weights if weight.name != "output_layer") if job.freeze_head else weights
+        return state_items(weights, layout, dtype_bytes=job.dtype_bytes, distributed_optimizer=job.distributed_optimizer, trained=trained)
+    adapters = adapter_numel(job.student, layout, stage, job.lora_rank)
+    shards = layout.dp * layout.cp if job.distributed_optimizer else 1
+    return [Item(name="weights", bytes=local_numel(weights, layout) * job.dtype_bytes, group="weights"),
+            Item(name="adapters", bytes=adapters * job.dtype_bytes, group="weights", exact=False),
+            Item(name="gradients fp32", bytes=adapters * 4, group="gradients", exact=False),
+            Item(name="optimizer state", bytes=adapters * 12 // shards, group="optimizer", exact=False)]
+
+
 def student_stage(job: Job, stage: int) -> StageMemory:
     """Memory of one student GPU on pipeline stage `stage`, from step 2 on."""
     layout, last = job.layout, stage == job.layout.pp - 1
-    weights = stage_weights(job.student, layout, stage)
-    trained = tuple(weight for weight in weights if weight.name != "output_layer") if job.freeze_head else weights
-    items = state_items(weights, layout, dtype_bytes=job.dtype_bytes, distributed_optimizer=job.distributed_optimizer, trained=trained)
+    items = _state(job, stage)
     if job.placement == "colocated":
         items += _teacher_items(job, stage)
     if last:
         items += _target_items(job)
-        scratch = 0 if job.freeze_head else loss_sizes.head_gradient_bytes(shard_columns(job), job.student.hidden)
+        scratch = 0 if not job.trains_head else loss_sizes.head_gradient_bytes(shard_columns(job), job.student.hidden)
         items.append(Item(name="head gradient scratch fp32", bytes=scratch, group="loss"))
     items.append(_small(job, job.student.moe is not None))
-    kept, extra = _activations(job, stage)
-    moments = {"backward of a layer": [Item(name="activations", bytes=kept, group="activations", exact=False),
-                                       Item(name="backward workspace", bytes=extra + _boundary(job), group="activations", exact=False)]}
-    alive = Item(name="activations", bytes=kept, group="activations", exact=False)
-    table = shard_columns(job) * job.student.hidden * job.dtype_bytes
-    if last:
-        moments["loss"] = [alive] + [Item(name=f"loss: {name}", bytes=size, group="loss") for name, size in loss_sizes.call_items(loss_shape(job)).items()] + _picked(job)
-        if not job.freeze_head:
-            moments["head gradient"] = [alive, Item(name="head gradient handed to autograd", bytes=table, group="gradients"),
-                                        Item(name="loss: dX", bytes=_boundary(job), group="loss")]
-    if stage == 0:
-        flight = in_flight(layout, 0, job.num_micro_batches)
-        moments["embedding gradient"] = [Item(name="activations", bytes=int(kept * (1 - 1 / math.ceil(flight))), group="activations", exact=False),
-                                         Item(name="embedding gradient", bytes=table, group="gradients", exact=False)]
-    if job.placement == "colocated":
-        # without pipelining the teacher runs when the loss asks for its rows: the student's activations are all there
-        before = [] if layout.pp > 1 else [alive]
-        moments["teacher forward"] = before + [Item(name="teacher activations", bytes=_forward_peak(job, job.teacher_shard, stage), group="teacher", exact=False)]
+    moments = _moments(job, stage)
     moment = max(moments, key=lambda name: sum(item.bytes for item in moments[name]))
     moving = sum(item.bytes for item in moments[moment])
     items += moments[moment] + _outside(job, layout, moving)
     return StageMemory(role="student", stage=stage, items=tuple(items), moment=moment, capacity=job.gpu.memory_bytes)
+
+
+def _moments(job: Job, stage: int) -> dict[str, list[Item]]:
+    """What comes and goes on a student stage at each moment that can be the peak."""
+    layout, last = job.layout, stage == job.layout.pp - 1
+    kept, extra = _activations(job, stage)
+    alive = Item(name="activations", bytes=kept, group="activations", exact=False)
+    table = shard_columns(job) * job.student.hidden * job.dtype_bytes
+    # the head hands autograd a gradient of its weight's size; a tied one is held until the embedding's joins it
+    handed = Item(name="head gradient handed to autograd", bytes=table if job.trains_head else 0, group="gradients")
+    tied = [handed] if job.student.tied and layout.pp == 1 and job.trains_head else []
+    moments = {"backward of a layer": [alive, Item(name="backward workspace", bytes=extra + _boundary(job), group="activations", exact=False), *tied]}
+    if last:
+        moments["loss"] = [alive] + [Item(name=f"loss: {name}", bytes=size, group="loss") for name, size in loss_sizes.call_items(loss_shape(job)).items()] + _picked(job)
+        moments["head gradient"] = [alive, handed, Item(name="loss: dX", bytes=_boundary(job), group="loss")]
+    if stage == 0 and job.lora_rank is None:
+        flight = math.ceil(in_flight(layout, 0, job.num_micro_batches))
+        moments["embedding gradient"] = [Item(name="activations", bytes=int(kept * (1 - 1 / flight)), group="activations", exact=False),
+                                         Item(name="embedding gradient", bytes=table, group="gradients", exact=False), *tied]
+    if job.placement == "colocated":
+        # without pipelining the teacher runs when the loss asks for its rows: the student's activations are all there
+        before = [] if layout.pp > 1 else [alive]
+        moments["teacher forward"] = before + [Item(name="teacher activations", bytes=_forward_peak(job, job.teacher_shard, stage), group="teacher", exact=False)]
+    return moments
 
 
 def loss_shape(job: Job) -> loss_sizes.LossShape:
@@ -233,7 +252,7 @@ def loss_shape(job: Job) -> loss_sizes.LossShape:
         num_rows=job.local_rows, num_columns=shard_columns(job), hidden_s=job.student.hidden, hidden_t=0 if top_k else job.teacher.hidden,
         dtype_bytes=job.dtype_bytes, signal="top_k" if top_k else "hidden", top_k=job.top_k if top_k else 0, divergence=job.divergence, tp=job.layout.tp,
         sequence_parallel=job.layout.sequence_parallel, window_rows=job.window_rows, device_type="cuda" if job.kernels == "te" else "cpu",
-        freeze_head=job.freeze_head)
+        freeze_head=not job.trains_head)
 
 
 def _picked(job: Job) -> list[Item]:
@@ -244,9 +263,9 @@ def _picked(job: Job) -> list[Item]:
 
 
 def teacher_stage(job: Job, stage: int) -> StageMemory:
-    """Memory of one GPU of a streamed teacher replica: frozen weights, one forward, the registered send buffer."""
+    """Memory of one GPU of a streamed teacher replica: frozen weights without the head, one forward, the registered send buffer."""
     layout = job.teacher_shard
-    weights = stage_weights(job.teacher, layout, stage)
+    weights = stage_weights(job.teacher, layout, stage, head=False)
     items = [Item(name="teacher weights", bytes=local_numel(weights, layout) * job.dtype_bytes, group="teacher")]
     if stage == layout.pp - 1:
         staging = stream_sizes.staging_bytes(job.micro_batch, job.seq, job.teacher.hidden, tp=layout.tp, student_tp=job.layout.tp)

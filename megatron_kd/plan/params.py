@@ -148,6 +148,18 @@ def params_by_group(model: ModelShape) -> dict[str, int]:
     return out
 
 
+def adapter_numel(model: ModelShape, layout: ParallelLayout, stage: int, rank: int) -> int:
+    """Elements of low-rank adapters on one rank: rank x (inputs + outputs) for each linear layer's weight, one for all experts of a layer; the side
+    that is split over tp counts a share."""
+    total = 0
+    for layer in stage_layers(model, layout, stage):
+        for weight in layer_weights(model, layer):
+            if weight.group in ("norm", "router") or weight.name.endswith(".bias") or weight.numel % model.hidden or weight.name in ("dt_bias", "A_log", "conv1d", "shared_experts.gate"):
+                continue
+            total += rank * (model.hidden + weight.numel // model.hidden // layout.tp)
+    return total
+
+
 @lru_cache(maxsize=64)
 def active_matmul_params(model: ModelShape) -> int:
     """Weights that multiply each token in the decoder: without embedding, norms and head, with top_k of the experts."""

@@ -41,13 +41,19 @@ def job_from_recipe(recipe: Recipe, gpu: Gpu, num_gpus: int | None) -> Job:
     student, teacher = load_model(recipe.student.model), load_model(recipe.teacher.model)
     if recipe.student.prune is not None:
         student = pruned(student, recipe.student.prune)
+    return job_of(recipe, student, teacher, gpu, num_gpus)
+
+
+def job_of(recipe: Recipe, student: ModelShape, teacher: ModelShape, gpu: Gpu, num_gpus: int | None) -> Job:
+    """The same with the models given."""
     teacher_layout, teacher_gpus = None, 0
     if recipe.teacher.placement == "streamed":
         degrees = recipe.teacher.layout or recipe.student.layout
         teacher_layout = degrees.for_world(recipe.teacher.world_size or degrees.min_world)
         teacher_gpus = teacher_layout.world_size * recipe.stream.replicas
-    elif recipe.teacher.placement == "cached" and recipe.teacher.layout is not None:
-        teacher_layout = recipe.teacher.layout.for_world(recipe.teacher.layout.min_world)
+    elif recipe.teacher.placement == "cached":
+        degrees = recipe.teacher.layout or recipe.student.layout
+        teacher_layout = degrees.for_world(degrees.min_world)
     world = recipe.student.layout.min_world if num_gpus is None else num_gpus - teacher_gpus
     if world < 1:
         raise PlanError(rule("--gpus", num_gpus, f"the streamed teacher alone takes {teacher_gpus} GPUs", "Give more GPUs or fewer replicas"))
@@ -58,7 +64,7 @@ def job_from_recipe(recipe: Recipe, gpu: Gpu, num_gpus: int | None) -> Job:
         global_batch=recipe.train.global_batch, recompute=recipe.train.recompute, recompute_modules=_recompute_modules(recipe),
         distributed_optimizer=recipe.train.distributed_optimizer, dtype_bytes=4 if fp32 else 2, kernels="torch" if recipe.device == "cpu" else "te",
         window_rows=recipe.loss.window_rows, ring_depth=recipe.stream.ring_depth, payload=recipe.cache.payload, top_k=recipe.cache.k,
-        freeze_head=recipe.student.freeze_head, divergence=recipe.loss.divergence,
+        freeze_head=recipe.student.freeze_head, lora_rank=recipe.student.lora.rank if recipe.student.lora else None, divergence=recipe.loss.divergence,
         fused_activation=recipe.bridge.get("model.bias_activation_fusion"))
 
 

@@ -136,7 +136,7 @@ def _summary_table(plan: Plan):
             ("needed / there, GiB", lambda e: f"{e.tightest.total / GIB:.1f} / {e.tightest.capacity / GIB:.1f}"), ("headroom, GiB", lambda e: f"{e.tightest.headroom / GIB:.1f}"),
             ("student layout", lambda e: e.job.layout.describe()), ("micro-batch, recompute", lambda e: f"{e.job.micro_batch}, {e.job.recompute}"),
             ("teacher", lambda e: _teacher_text(e.job)), ("longest sequence", lambda e: f"{e.largest_seq:,}" if e.largest_seq else "-"),
-            ("largest teacher like this", lambda e: f"{e.largest_teacher / 1e9:.0f} B"),
+            ("largest teacher like this", lambda e: f"{e.largest_teacher / 1e9:.0f} B" if e.job.placement != "cached" else "-"),
             ("step, s (student / teacher)", lambda e: f"{e.speed.step_s:.2f} ({e.speed.student_s:.2f} / {e.speed.teacher_s:.2f})"),
             ("tokens/s", lambda e: f"{e.speed.tokens_s:,.0f}"), ("GPU-hours per billion tokens", lambda e: f"{e.speed.gpu_hours_per_billion:,.0f}"),
             ("replicas, ring slots needed", lambda e: f"{e.speed.replicas_needed}, {e.speed.ring_depth_needed}" if e.job.placement == "streamed" else "-"),
@@ -154,7 +154,7 @@ def _teacher_text(job: Job) -> str:
     if job.placement == "colocated":
         return "on the same GPUs"
     if job.placement == "cached":
-        return f"run once: {job.payload}" + (f" K={job.top_k}" if job.payload == "topk" else "")
+        return f"run once on {job.teacher_shard.world_size}: {job.payload}" + (f" K={job.top_k}" if job.payload == "topk" else "")
     return f"{job.teacher_replicas} x ({job.teacher_shard.describe()})"
 
 

@@ -21,6 +21,7 @@ from megatron_kd.plan.params import check_layout
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
+MAX_BUILD_GPUS = 256  # of one replica that builds a cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ def replica_layout(base: Job, max_gpus: int) -> ParallelLayout | None:
     for size in powers_of_two(max_gpus):
         fitting = []
         for layout in layouts(base.teacher, size, base.gpu, max_pp=8):
-            if layout.dp == 1:  # a replica answers one request at a time with all its ranks
+            if layout.dp == 1 or layout.dp <= layout.ep:  # data parallelism within a replica only to spread experts
                 stages = [teacher_stage(replace(base, teacher_layout=layout), stage) for stage in range(layout.pp)]
                 fitting += [(layout.pp, layout.tp, layout)] * all(stage.fits for stage in stages)
         if fitting:
@@ -104,9 +105,13 @@ def replica_layout(base: Job, max_gpus: int) -> ParallelLayout | None:
 
 
 def splits(base: Job, num_gpus: int, pinned: int | None = None) -> Iterator[tuple[int, ParallelLayout | None, int]]:
-    """(student GPUs, replica layout, replicas) for a placement on `num_gpus`; streamed: replicas near the teacher's share of FLOPs, or as pinned."""
-    if base.placement != "streamed":
+    """(student GPUs, replica layout, replicas) for a placement on `num_gpus`; streamed: replicas near the teacher's share of FLOPs, or as pinned.
+    cached: the replica that builds the cache once, which may need other GPUs."""
+    if base.placement == "colocated":
         yield num_gpus, None, 0
+        return
+    if base.placement == "cached":
+        yield num_gpus, replica_layout(base, MAX_BUILD_GPUS), 0
         return
     one = replica_layout(base, num_gpus // 2)
     if one is None:
@@ -128,10 +133,10 @@ def near_batch(asked: int, multiple: int) -> int:
 
 def search(template: Job, placement: Placement, num_gpus: int, rates: Rates, *, limits: Limits = Limits(), keep: int = 3, cache_epochs: int = 1) -> Found:
     """The `keep` best jobs of `placement` on `num_gpus` GPUs by GPU-hours a token. `template` gives models, GPU, sequence, batch, everything not searched."""
-    start = replace(template, placement=placement, layout=ParallelLayout(), teacher_layout=None, micro_batch=1) if placement == "streamed" else template
+    start = replace(template, placement=placement, layout=ParallelLayout(), teacher_layout=ParallelLayout(), micro_batch=1) if placement != "colocated" else template
     found: list[Candidate] = []
     tally = _Tally()
-    for student_gpus, teacher_layout, replicas in splits(replace(start, placement=placement), num_gpus, limits.replicas):
+    for student_gpus, teacher_layout, replicas in splits(start, num_gpus, limits.replicas):
         for layout in layouts(template.student, student_gpus, template.gpu, limits=limits):
             settings = _Settings(placement=placement, layout=layout, teacher_layout=teacher_layout, teacher_replicas=max(1, replicas))
             found += _best_of_layout(template, settings, rates, limits, tally, cache_epochs)

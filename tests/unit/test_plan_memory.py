@@ -97,7 +97,8 @@ def test_every_layer_is_on_one_stage_whatever_the_interleaving():
 
 
 def test_loss_and_ring_bytes_are_those_of_the_allocating_code():
-    streamed = job(placement="streamed", layout=ParallelLayout(tp=2, sequence_parallel=True), ring_depth=3)
+    two = ParallelLayout(tp=2, sequence_parallel=True)
+    streamed = job(placement="streamed", layout=two, teacher_layout=two, ring_depth=3)
     stage = student_stage(streamed, 0)
     assert stage.moment == "loss"
     assert sum(entry.bytes for entry in stage.items if entry.name.startswith("loss: ")) == call_bytes(loss_shape(streamed))
@@ -132,7 +133,8 @@ def test_longest_sequence_fits_and_the_next_one_does_not():
 
 
 def test_colocated_frontier_falls_with_sequence_and_ends_before_the_streamed_one():
-    points = frontier(job(gpu=gpu("h100-80")))
+    here = job(gpu=gpu("h100-80"))
+    points = frontier(here, replace(here, placement="streamed"))
     sizes = [point.colocated for point in points]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > total_params(load_model("llama-3.1-8b"))
     assert any(point.colocated < total_params(load_model("llama-3.1-8b")) <= point.streamed for point in points)
