@@ -7,7 +7,7 @@ import contextlib
 import io
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -73,6 +73,7 @@ class Run:
     freeze_head: bool = False
     random_init: bool = False
     builder: bool = False
+    bf16: bool = False
     overrides: tuple = ()
 
 
@@ -84,11 +85,12 @@ def config(run: Run, world: int):
     from megatron_kd.mcore.model import provider_for
     from tests.mcore_data import PATTERN, PatternData
 
+    dtype = torch.bfloat16 if run.bf16 else torch.float32
     layout = ParallelLayout.for_world(world, tp=run.tp, pp=run.pp, ep=run.ep, etp=run.etp, vpp=run.vpp, sequence_parallel=run.sp)
     if run.builder:
         provider = model_config(run, layout)
     else:
-        provider = provider_for(run.student, layout=layout, dtype=torch.float32, seq_length=SEQ, load_weights=not run.random_init, overrides=dict(run.overrides))
+        provider = provider_for(run.student, layout=layout, dtype=dtype, seq_length=SEQ, load_weights=not run.random_init, overrides=dict(run.overrides))
     if run.freeze_head:
         provider.register_pre_wrap_hook(freeze_head)
     sharded = run.distributed_optimizer
@@ -97,7 +99,8 @@ def config(run: Run, world: int):
         train=bridge.TrainingConfig(train_iters=run.iters, global_batch_size=run.global_batch, micro_batch_size=run.micro_batch,
                                     rampup_batch_size=list(run.rampup) if run.rampup else None, iterations_to_skip=list(run.skipped)),
         validation=bridge.ValidationConfig(eval_interval=run.iters if run.eval_iters else None, eval_iters=run.eval_iters),
-        optimizer=bridge.OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=1e-2, adam_eps=1e-2, weight_decay=0.0, use_distributed_optimizer=sharded, params_dtype=torch.float32, clip_grad=1.0),
+        optimizer=bridge.OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=1e-2, adam_eps=1e-2, weight_decay=0.0, use_distributed_optimizer=sharded, bf16=run.bf16, params_dtype=dtype,
+                                         clip_grad=1.0),
         scheduler=bridge.SchedulerConfig(lr_decay_style="constant", lr_warmup_iters=0, lr_decay_iters=4, start_weight_decay=0.0, end_weight_decay=0.0),
         ddp=bridge.DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=sharded, overlap_param_gather=sharded, use_distributed_optimizer=sharded,
                                                  average_in_collective=False, check_for_nan_in_grad=True, bucket_size=3000 if sharded else None),
@@ -106,7 +109,7 @@ def config(run: Run, world: int):
         logger=bridge.LoggerConfig(log_interval=1, logging_level=logging.ERROR, tensorboard_dir=run.tensorboard),
         tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=TRUE_VOCAB - 1),
         checkpoint=bridge.CheckpointConfig(save=run.save, load=run.load, save_interval=run.save_interval, ckpt_format="torch_dist", async_save=False),
-        rng=bridge.RNGConfig(seed=1), dist=bridge.DistributedInitConfig(distributed_backend="gloo", use_gloo_process_groups=True), mixed_precision=None)
+        rng=bridge.RNGConfig(seed=1), dist=bridge.DistributedInitConfig(distributed_backend="gloo", use_gloo_process_groups=True), mixed_precision="bf16_mixed" if run.bf16 else None)
 
 
 def model_config(run: Run, layout):
@@ -190,6 +193,7 @@ def train_dense(run: Run, world: int, *, loss: dict, prepare=None) -> Recorder:
     from megatron.bridge.training.pretrain import pretrain
 
     recorder = Recorder()
+    run = replace(run, overrides=tuple((name, value) for name, value in run.overrides if name != "overlap_moe_expert_parallel_comm"))  # another schedule of the same sums
     with quiet():
         cfg = config(run, world)
         cfg.model.calculate_per_token_loss = run.per_token
@@ -231,7 +235,7 @@ class DenseStep:
         with torch.no_grad():
             teacher = self.teacher(batch["tokens"]).logits
         true_size = min(teacher.shape[-1], STUDENT_VOCAB)
-        logits = gather_from_tensor_model_parallel_region(logits, group=inner.pg_collection.tp)[..., :true_size]
+        logits = gather_from_tensor_model_parallel_region(logits, group=inner.pg_collection.tp)[..., :true_size].float()
         mask = batch["loss_mask"] * teacher.isfinite().all(-1)
         log_q, log_p = (logits / self.temperature).log_softmax(-1), (teacher.nan_to_num() / self.temperature).log_softmax(-1)
         kd = (log_p.exp() * (log_p - log_q)).sum(-1) * self.temperature**2

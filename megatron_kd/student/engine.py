@@ -25,7 +25,7 @@ from megatron_kd.student.plans import eval_plans, train_plans
 from megatron_kd.student.selection import select_all, select_rows
 from megatron_kd.student.settings import Settings
 from megatron_kd.student.targets import SourceRequest, Targets, make_targets
-from megatron_kd.student.vocabulary import resolve_vocab, teacher_vocab_size
+from megatron_kd.student.vocabulary import check_context, resolve_vocab, text_config
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +114,9 @@ class Engine:
         padded = lm.output_layer.weight.shape[0] * tp if lm.post_process and lm.output_layer.weight is not None else lm.vocab_size
         teacher, tokenizer = self._settings.teacher, self._cfg.tokenizer
         student_tokenizer = getattr(tokenizer, "tokenizer_model", None) if "HuggingFace" in str(getattr(tokenizer, "tokenizer_type", "")) else None
-        return resolve_vocab(student_padded=padded, student_vocab=self._cfg.model.vocab_size, teacher_vocab=teacher_vocab_size(teacher.model), tp=tp, explicit=self._settings.vocab_size,
+        config = text_config(teacher.model)
+        check_context(teacher, config, self._cfg.model.seq_length)
+        return resolve_vocab(student_padded=padded, student_vocab=self._cfg.model.vocab_size, teacher_vocab=config.vocab_size, tp=tp, explicit=self._settings.vocab_size,
                              student_tokenizer=student_tokenizer, teacher_tokenizer=teacher.tokenizer or teacher.model)
 
     def _request(self) -> SourceRequest:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_kd.errors import ConfigError, rule
+from megatron_kd.errors import ConfigError, DataEnded, rule
 from megatron_kd.mcore.callbacks import bind_state
 from megatron_kd.student.engine import Engine, MicroBatch
 
@@ -25,7 +25,10 @@ class _Tap:
         return self
 
     def __next__(self):
-        self._micro.batch = next(self._inner)
+        try:
+            self._micro.batch = next(self._inner)
+        except StopIteration as e:
+            raise DataEnded(rule("data iterator", self._micro.where, "ended early", "Provide more data, or train fewer steps")) from e
         return self._micro.batch
 
     def __getattr__(self, name: str):

@@ -1,4 +1,4 @@
-"""The vocabulary that student and teacher share: its true size, both paddings, and the check that ids mean the same tokens.
+"""What a teacher's configuration and tokenizer must agree on with the student: vocabulary, both paddings, ids, context length.
 
 Called by the engine when the student's model exists, and by attach for what can be known before. Imports transformers at first use.
 """
@@ -6,7 +6,8 @@ Called by the engine when the student's model exists, and by attach for what can
 import logging
 import os
 
-from megatron_kd.errors import TokenizerMismatch, VocabMismatch, rule
+from megatron_kd.config.schema import TeacherConfig
+from megatron_kd.errors import ConfigError, TokenizerMismatch, VocabMismatch, rule
 from megatron_kd.vocab import VocabSpec
 
 logger = logging.getLogger(__name__)
@@ -44,12 +45,20 @@ def check_same_tokens(student, teacher) -> None:
                                  "Distil from a teacher with the student's tokenizer"))
 
 
-def teacher_vocab_size(model: str) -> int:
-    """Rows of the teacher's head according to its Hugging Face configuration."""
+def text_config(model: str):
+    """The Hugging Face configuration of a model's language part."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)
-    return getattr(config, "text_config", config).vocab_size
+    return getattr(config, "text_config", config)
+
+
+def check_context(teacher: TeacherConfig, config, seq_length: int) -> None:
+    """ConfigError where the teacher's context is shorter than the student's sequences."""
+    longest = teacher.context_length or getattr(config, "max_position_embeddings", None)
+    if longest is not None and longest < seq_length:
+        raise ConfigError(rule("teacher context", longest, f"is shorter than the student's sequences, {seq_length}",
+                               "Shorten the sequences, take another teacher, or set teacher.context_length if its configuration understates it"))
 
 
 def resolve_vocab(*, student_padded: int, student_vocab: int, teacher_vocab: int, tp: int, explicit: int | None = None,

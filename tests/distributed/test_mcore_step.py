@@ -16,6 +16,8 @@ CASES = {  # every case differs from the others in one thing that the plugin han
     "frozen head": dict(student="llama", freeze_head=True),
     "multi-token prediction, teacher's head tied": dict(student="llama", teacher="teacher_full", tp=2, random_init=True, overrides=(("mtp_num_layers", 1),)),
     "megatron-core's ModelConfig and builder": dict(student="llama", tp=2, builder=True),
+    "bf16, sharded optimizer": dict(student="llama", dp=2, bf16=True, distributed_optimizer=True),
+    "EP, combined 1F1B schedule": dict(student="gptoss", ep=2, bf16=True, overrides=(("overlap_moe_expert_parallel_comm", True),)),
     "VPP": dict(student="llama", pp=2, vpp=2),
     "DP, unequal masks, sharded optimizer, overlap": dict(student="llama", dp=2, micro_batch=1, distributed_optimizer=True),
     "DP, per micro-batch, tied": dict(student="tied", dp=2, per_token=False),
@@ -46,14 +48,16 @@ def compare(rank, world, run):
     return *difference(ours, dense), list(zip(ours.steps, dense.steps, strict=True))
 
 
-def check(results):
+def check(results, bf16=False):
+    """bf16: both sides round, at other places (the dense logits are bf16, ours are too, the teacher here is fp32)."""
+    loss_tolerance, norm_tolerance = (2e-2, 5e-2) if bf16 else (1e-5, 1e-4)
     for worst, moved, steps in results:
         assert moved > 1e-3, "the comparison would pass on a model that does not learn"
-        assert worst < TOLERANCE, f"parameters differ by {worst} where they moved by {moved}"
+        assert worst < (0.2 * moved if bf16 else TOLERANCE), f"parameters differ by {worst} where they moved by {moved}"
         for (ours, our_norm), (dense, dense_norm) in steps:
-            assert our_norm == pytest.approx(dense_norm, rel=1e-4)
+            assert our_norm == pytest.approx(dense_norm, rel=norm_tolerance)
             for name, value in dense.items():
-                assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+                assert ours[name] == pytest.approx(value, rel=loss_tolerance, abs=1e-7), name
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -63,7 +67,7 @@ def test_step_equals_dense(megatron_ranks, models, case):
     settings = dict(CASES[case])
     world = settings.get("tp", 1) * settings.get("pp", 1) * settings.pop("dp", settings.get("ep", 1))
     settings |= {"student": models[settings["student"]], "teacher": models[settings.pop("teacher", "teacher")]}
-    check(megatron_ranks.run(compare, world, timeout_s=120, run=Run(**settings)))
+    check(megatron_ranks.run(compare, world, timeout_s=120, run=Run(**settings)), settings.get("bf16", False))
 
 
 def test_step_equals_dense_on_four_ranks(megatron_ranks, models):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron_kd.errors import TokenizerMismatch, VocabMismatch
+from megatron_kd.config.schema import TeacherConfig
+from megatron_kd.errors import ConfigError, TokenizerMismatch, VocabMismatch
 from megatron_kd.student import vocabulary
 
 
@@ -42,3 +43,13 @@ def test_a_teacher_smaller_than_the_tokenizer_is_refused(monkeypatch):
     monkeypatch.setattr(vocabulary, "load_tokenizer", lambda source: Tokenizer("a", "b", "c") if source else None)
     with pytest.raises(VocabMismatch, match="teacher_padded"):
         vocabulary.resolve_vocab(student_padded=4, student_vocab=4, teacher_vocab=2, tp=1, student_tokenizer="x")
+
+
+def test_a_teacher_with_a_shorter_context_is_refused():
+    class Config:
+        max_position_embeddings = 2048
+
+    vocabulary.check_context(TeacherConfig(model="t"), Config, 2048)
+    vocabulary.check_context(TeacherConfig(model="t", context_length=8192), Config, 4096)
+    with pytest.raises(ConfigError, match="teacher context = 2048"):
+        vocabulary.check_context(TeacherConfig(model="t"), Config, 4096)
