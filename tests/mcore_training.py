@@ -101,7 +101,7 @@ def config(run: Run, world: int):
         validation=bridge.ValidationConfig(eval_interval=run.iters if run.eval_iters else None, eval_iters=run.eval_iters),
         optimizer=bridge.OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=1e-2, adam_eps=1e-2, weight_decay=0.0, use_distributed_optimizer=sharded, bf16=run.bf16, params_dtype=dtype,
                                          clip_grad=1.0),
-        scheduler=bridge.SchedulerConfig(lr_decay_style="constant", lr_warmup_iters=0, lr_decay_iters=4, start_weight_decay=0.0, end_weight_decay=0.0),
+        scheduler=bridge.SchedulerConfig(override_opt_param_scheduler=True, lr_decay_style="constant", lr_warmup_iters=0, lr_decay_iters=4, start_weight_decay=0.0, end_weight_decay=0.0),
         ddp=bridge.DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=sharded, overlap_param_gather=sharded, use_distributed_optimizer=sharded,
                                                  average_in_collective=False, check_for_nan_in_grad=True, bucket_size=3000 if sharded else None),
         dataset=PatternData(seq_length=SEQ, vocab_size=TRUE_VOCAB, weight=run.weight, pattern=run.pattern or PATTERN, dataloader_type=run.dataloader, num_workers=0,

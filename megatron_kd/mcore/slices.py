@@ -8,17 +8,12 @@ import torch
 import torch.distributed as dist
 
 
-def packed_metadata(cu_seqlens: torch.Tensor) -> dict:
-    """Bridge's packed-sequence batch keys for int32 boundaries [documents + 1] without padding."""
-    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    return {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_kv": longest}
-
-
 def packed_params(cu_seqlens: torch.Tensor):
-    """megatron-core's PackedSeqParams (THD) for int32 boundaries [documents + 1]."""
+    """megatron-core's PackedSeqParams (THD) for int32 boundaries [documents + 1] without padding."""
     from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
 
-    return get_packed_seq_params(packed_metadata(cu_seqlens))
+    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    return get_packed_seq_params({"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_kv": longest})
 
 
 def local_slice(fields: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | None, cp_group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
@@ -26,13 +21,14 @@ def local_slice(fields: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | None
     if cp_group.size() == 1:
         return dict(fields)
     if cu_seqlens is not None:
-        from megatron.bridge.training.gpt_step import _partition_packed_batch_for_cp
+        from megatron.bridge.training.utils.packed_seq_utils import get_thd_cp_partition_indices
 
-        cut = _partition_packed_batch_for_cp({**fields, **packed_metadata(cu_seqlens)}, cp_group)
-    else:
-        from megatron.core.utils import get_batch_on_this_cp_rank
+        some = next(iter(fields.values()))
+        index_t = get_thd_cp_partition_indices(cu_seqlens, total_tokens=some.shape[1], cp_group=cp_group, device=some.device)
+        return {name: value.index_select(1, index_t) for name, value in fields.items()}
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
-        cut = get_batch_on_this_cp_rank(dict(fields), is_hybrid_cp=False, cp_group=cp_group)
+    cut = get_batch_on_this_cp_rank(dict(fields), is_hybrid_cp=False, cp_group=cp_group)
     return {name: cut[name] for name in fields}
 
 
