@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="pin the student's activation recompute")
     parser.add_argument("--payload", choices=("topk", "hidden"), default="topk", help="what a cache holds (default topk)")
     parser.add_argument("--k", type=int, default=100, help="kept tokens of a cached row (default 100)")
+    parser.add_argument("--loss", choices=("fused", "dense"), default="fused", help="dense: what a loss over full logits would need, for comparison")
     parser.add_argument("--row-share", type=float, default=1.0, help="share of positions whose loss mask is on (default 1)")
     parser.add_argument("--cache-epochs", type=int, default=1, help="passes over the data that one cache build serves (default 1)")
     parser.add_argument("--measured", metavar="RUN.json", help="measured speeds that replace the assumed efficiencies")
@@ -140,7 +141,7 @@ def _template(args: argparse.Namespace) -> tuple[Job, bool]:
         if getattr(args, name) < 1:
             raise PlanError(rule(f"--{name.replace('_', '-')}", getattr(args, name), "must be at least 1", "Give a positive number"))
     return Job(student=load_model(args.student), teacher=load_model(args.teacher), placement="colocated", gpu=_gpu(args), layout=ParallelLayout(), seq=args.seq,
-               global_batch=args.global_batch, payload=args.payload, top_k=args.k, row_share=args.row_share), False
+               global_batch=args.global_batch, payload=args.payload, top_k=args.k, row_share=args.row_share, loss=args.loss), False
 
 
 def _emit(args: argparse.Namespace, plan: Plan, found: dict[str, Found]) -> None:
@@ -163,6 +164,7 @@ def _write_json(args: argparse.Namespace, plan: Plan, found: dict[str, Found]) -
     if args.json == "-":
         print(text)
     else:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(text + "\n", encoding="utf-8")
 
 

@@ -68,6 +68,8 @@ class Job:
     """Train adapters of this rank on the linear layers only; everything else is frozen, the head included."""
     fused_activation: bool | None = None
     """Megatron's bias_activation_fusion; None: as Bridge sets it for each model's family."""
+    loss: Literal["fused", "dense"] = "fused"
+    """dense: full logits of the student (and, with hidden rows, of the teacher), as other implementations keep them; for comparison only."""
     divergence: str = "forward_kl"
     """Loss; those that need two passes keep two more numbers a row."""
 

@@ -25,6 +25,9 @@ NCCL_COMMUNICATOR = 200 * MIB
 """NCCL buffers of one communicator of more than one rank. Allowance."""
 LIBRARY_WORKSPACE = 32 * MIB
 """cuBLAS workspace that PyTorch and Transformer Engine each hold on Hopper; grouped GEMM holds four more. Inside the allocator."""
+DENSE_KD_BYTES = {"hidden": 36, "top_k": 20}
+"""Bytes per (row x local vocabulary column) at the peak of a dense loss, tensor parallel, counted tensor by tensor with bf16 logits included: full logits of
+both models as ModelOpt's Megatron plugin computes KL; student logits against cached top-K as Megatron-LM's offline distillation does."""
 SLACK_SHARE = 0.05
 """Fragmentation, as a share of what comes and goes. Allowance."""
 
@@ -211,7 +214,7 @@ def student_stage(job: Job, stage: int) -> StageMemory:
         items += _teacher_items(job, stage)
     if last:
         items += _target_items(job)
-        scratch = 0 if not job.trains_head else loss_sizes.head_gradient_bytes(shard_columns(job), job.student.hidden)
+        scratch = 0 if not job.trains_head or job.loss == "dense" else loss_sizes.head_gradient_bytes(shard_columns(job), job.student.hidden)
         items.append(Item(name="head gradient scratch fp32", bytes=scratch, group="loss"))
     items.append(_small(job, job.student.moe is not None))
     moments = _moments(job, stage)
@@ -232,7 +235,7 @@ def _moments(job: Job, stage: int) -> dict[str, list[Item]]:
     tied = [handed] if job.student.tied and layout.pp == 1 and job.trains_head else []
     moments = {"backward of a layer": [alive, Item(name="backward workspace", bytes=extra + _boundary(job), group="activations", exact=False), *tied]}
     if last:
-        moments["loss"] = [alive] + [Item(name=f"loss: {name}", bytes=size, group="loss") for name, size in loss_sizes.call_items(loss_shape(job)).items()] + _picked(job)
+        moments["loss"] = [alive, *_loss_items(job)]
         moments["head gradient"] = [alive, handed, Item(name="loss: dX", bytes=_boundary(job), group="loss")]
     if stage == 0 and job.lora_rank is None:
         flight = math.ceil(in_flight(layout, 0, job.num_micro_batches))
@@ -255,11 +258,21 @@ def loss_shape(job: Job) -> loss_sizes.LossShape:
         freeze_head=not job.trains_head)
 
 
-def _picked(job: Job) -> list[Item]:
-    """Copy of the student's rows where the loss mask leaves some out."""
-    parts = job.layout.tp if job.layout.sequence_parallel else 1
-    size = 0 if job.row_share == 1 else job.local_rows * job.student.hidden * job.dtype_bytes // parts
-    return [Item(name="selected student rows", bytes=size, group="loss")]
+def _loss_items(job: Job) -> list[Item]:
+    """What the loss allocates beyond its inputs and the head gradient's scratch."""
+    shape = loss_shape(job)
+    if job.loss == "dense":
+        return [Item(name="loss: dense logits", bytes=dense_loss_bytes(job), group="loss", exact=False)]
+    items = [Item(name=f"loss: {name}", bytes=size, group="loss") for name, size in loss_sizes.call_items(shape).items()]
+    if job.row_share < 1:  # a copy of the rows whose loss mask is on
+        parts = job.layout.tp if job.layout.sequence_parallel else 1
+        items.append(Item(name="selected student rows", bytes=job.local_rows * job.student.hidden * job.dtype_bytes // parts, group="loss"))
+    return items
+
+
+def dense_loss_bytes(job: Job) -> int:
+    """Peak of a dense loss on the same rows."""
+    return DENSE_KD_BYTES[loss_shape(job).signal] * job.local_rows * shard_columns(job)
 
 
 def teacher_stage(job: Job, stage: int) -> StageMemory:

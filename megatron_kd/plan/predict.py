@@ -16,15 +16,10 @@ from megatron_kd.errors import PlanError, rule
 from megatron_kd.loss.sizes import call_bytes, head_gradient_bytes
 from megatron_kd.plan.gpus import gpu
 from megatron_kd.plan.job import Job
-from megatron_kd.plan.memory import all_stages, loss_shape, shard_columns
+from megatron_kd.plan.memory import all_stages, dense_loss_bytes, loss_shape, shard_columns
 from megatron_kd.plan.models import KNOWN_DIR, from_config
 from megatron_kd.plan.recipe import job_of
 from megatron_kd.plan.report import job_dict, stage_dict
-
-DENSE_KD_BYTES = 36
-"""Bytes per (row x local vocabulary column) at the peak of a dense KD loss over full logits of both models in fp32, tensor parallel, as ModelOpt's
-Megatron plugin computes it: counted tensor by tensor, bf16 logits of both models included."""
-
 
 def read_runs(path: str | Path) -> dict[str, Any]:
     """The list. Errors: PlanError."""
@@ -68,13 +63,13 @@ def prediction(run: dict[str, Any], job: Job) -> dict[str, Any]:
     """What is held against the measurement of one run."""
     stages = all_stages(job)
     student = max((stage for stage in stages if stage.role == "student"), key=lambda stage: stage.allocated)
-    rows, columns = job.local_rows, shard_columns(job)
+    columns = shard_columns(job)
     return {
         "name": run["name"], "held_out": bool(run.get("held_out")), "job": job_dict(job),
         "max_memory_allocated": student.allocated,
         "loss_call_bytes": call_bytes(loss_shape(job)), "head_gradient_bytes": head_gradient_bytes(columns, job.student.hidden),
         "ring_bytes": sum(item.bytes for item in student.items if item.name.startswith("ring of")),
-        "dense_kd_loss_bytes": DENSE_KD_BYTES * rows * columns,
+        "dense_kd_loss_bytes": dense_loss_bytes(job),
         "stages": [stage_dict(stage) for stage in stages],
     }
 
@@ -83,6 +78,7 @@ def predict(runs: str | Path, out: str | Path) -> list[dict[str, Any]]:
     """Write the predictions of all runs to `out` and return them."""
     content = read_runs(runs)
     results = [prediction(run, run_job(run, content)[1]) for run in content["runs"]]
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
     Path(out).write_text(json.dumps({"gpu": content["gpu"], "runs": results}, indent=1) + "\n", encoding="utf-8")
     return results
 

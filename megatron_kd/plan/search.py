@@ -14,7 +14,7 @@ from megatron_kd.layout import ParallelLayout
 from megatron_kd.plan.activations import Recompute
 from megatron_kd.plan.balance import Rates, Speed, speed, teacher_share
 from megatron_kd.plan.gpus import Gpu
-from megatron_kd.plan.job import Job, Placement
+from megatron_kd.plan.job import PLACEMENTS, Job, Placement
 from megatron_kd.plan.memory import StageMemory, teacher_stage, worst
 from megatron_kd.plan.models import ModelShape
 from megatron_kd.plan.params import check_layout
@@ -209,7 +209,7 @@ def recommendation(by_placement: dict[Placement, Found]) -> str:
     elif "colocated" in best:
         text = f"Colocated: streamed does not fit ({by_placement['streamed'].why_none if 'streamed' in by_placement else 'not asked'})."
     else:
-        return "Cached: neither colocated nor streamed fits."
+        return "Cached: it fits" + (", and neither colocated nor streamed does." if len(by_placement) == len(PLACEMENTS) else ".")
     if "cached" in best:
         text += f" For more than one pass over the same data a cache costs {best['cached'].speed.gpu_hours_per_billion:.0f} GPU-hours per billion tokens, its build included."
     return text
