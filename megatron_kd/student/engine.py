@@ -5,7 +5,7 @@ through a pre-wrap hook, callbacks and the forward step. Holds no collective of 
 """
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,7 +22,7 @@ from megatron_kd.rows import TokenBlock, token_hash
 from megatron_kd.student import loss as losses
 from megatron_kd.student.lookahead import LookAhead
 from megatron_kd.student.plans import eval_plans, train_plans
-from megatron_kd.student.selection import select_all, select_rows
+from megatron_kd.student.selection import RowSelection, select_all, select_rows
 from megatron_kd.student.settings import Settings
 from megatron_kd.student.targets import SourceRequest, Targets, make_targets
 from megatron_kd.student.vocabulary import check_context, resolve_vocab, text_config
@@ -46,6 +46,8 @@ class MicroBatch:
     """Weighted sums over this rank's rows, fp32, by their name in Megatron's log."""
     denominator: Denominator | None = None
     """What these sums are divided by."""
+    has_teacher: bool = True
+    """False where the source gave no rows and the micro-batch trained on cross-entropy alone."""
 
     @property
     def where(self) -> str:
@@ -133,6 +135,9 @@ class Engine:
             return None
         if head is None:
             raise ConfigError(rule("loss.hidden_term", term.kind, "top-K targets hold no hidden states", "Remove it, or use hidden-state targets"))
+        if "ce_only" in (self._settings.stream.on_teacher_loss, self._settings.cache.on_miss):
+            raise ConfigError(rule("loss.hidden_term", term.kind, "a micro-batch without its teacher would leave its projection without a gradient",
+                                   "Set stream.on_teacher_loss and cache.on_miss to something other than ce_only"))
         config = self._cfg.model
         self._lm.kd_hidden_term = HiddenTerm(term.kind, config.hidden_size, head.weight_VH.shape[1], sequence_parallel=bool(config.sequence_parallel),
                                              dtype=config.params_dtype, device=next(self._lm.parameters()).device)
@@ -279,6 +284,8 @@ class Engine:
         selection = select_rows(block, self._groups.cp)
         objective = losses.objective_of(self._settings.loss, self._progress.train_step, self._cfg.train.train_iters)
         rows = self._take(block)
+        if rows is None:  # degraded, agreed by all ranks: this micro-batch trains on cross-entropy alone
+            return self._without_teacher(call, micro, selection, objective)
         teacher = losses.teacher_of(rows, self.targets.head, selection, call.hidden_pbH.device)
         if call.hidden_pbH.device.type == "cpu" and self._settings.loss.on_nonfinite == "stop":
             losses.check_finite(teacher, self.targets.name, micro.where)
@@ -289,6 +296,14 @@ class Engine:
         micro.sums = {name: (value.detach() * weights).sum() for name, value in {"kd loss": out.kd_N, "ce loss": out.ce_N, **extra}.items()}
         total = out.loss_N + sum(self._settings.loss.hidden_term.weight * value for value in extra.values()) if extra else out.loss_N
         return losses.scatter(total, selection, call.labels_bt.shape)
+
+    def _without_teacher(self, call: HeadCall, micro: MicroBatch, selection: RowSelection, objective: Objective) -> torch.Tensor:
+        """Cross-entropy of the same rows over the same denominator; its rows do not count in the mean of KD."""
+        out, _ = losses.fused_loss(call, selection, None, replace(objective, kd_weight=0.0), self._vocab, self._settings.loss, self._flags_on(call))
+        weights = selection.weights_N.to(out.ce_N.device)
+        micro.denominator = denominator_of(weights, self._settings.loss.denominator, self._weight_units)
+        micro.sums, micro.has_teacher = {"kd loss": out.kd_N.new_zeros(()), "ce loss": (out.ce_N * weights).sum()}, False
+        return losses.scatter(out.loss_N, selection, call.labels_bt.shape)
 
     def _take(self, block: TokenBlock):
         self._post(block)

@@ -14,6 +14,9 @@ from megatron_kd.student.engine import Engine, MicroBatch
 TOTAL = "total loss"
 """Name in Megatron's log of kd_weight x KD + ce_weight x CE, which Bridge's own loss function calls `lm loss`."""
 
+TINY = 1e-6
+"""Count of KD rows that stands for none."""
+
 
 class _Tap:
     """A data iterator that remembers the last batch."""
@@ -83,6 +86,8 @@ class LossFunction:
         """Pairs that Bridge sums over micro-batches and data-parallel ranks, then divides."""
         factor, count = self._micro.denominator.factor, num_tokens.detach().reshape(()).float()
         pairs = {name: torch.stack([value.float() * factor, count]) for name, value in self._micro.sums.items()}
+        if not self._micro.has_teacher:  # no row of KD: not 0 rows, or a step without any teacher would divide by zero
+            pairs["kd loss"] = torch.stack([count.new_zeros(()), count.new_full((), TINY)])
         tokens = torch.stack([count / factor, count.new_full((), 1.0 / self._engine.num_reports)])
         return {**pairs, "kd tokens": tokens}
 

@@ -21,8 +21,12 @@ class TargetSource(Protocol):
     def post(self, block: TokenBlock) -> None:
         """Ask for `block`'s rows, some micro-batches early. Returns at once unless no slot is free."""
 
-    def take(self, block: TokenBlock) -> RowBlock | TopKBlock:
-        """The rows, waiting to a deadline. Errors: TeacherError, CacheError, RowsMismatch."""
+    def take(self, block: TokenBlock) -> RowBlock | TopKBlock | None:
+        """The rows, waiting to a deadline. Errors: TeacherError, CacheError, RowsMismatch.
+
+        None only in a degraded mode that was asked for, and then on every rank of the last stage: there is nothing to release, and the
+        micro-batch trains on cross-entropy alone.
+        """
 
     def release(self, block: TokenBlock) -> None:
         """The rows of `block` are used up."""
