@@ -5,6 +5,7 @@ loop waits for the device. Letters: N rows, R rows of a window, V columns of the
 dW is formed by one GEMM.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,36 +47,75 @@ def run_windows(problem: Problem, student_NH: torch.Tensor, wanted: Wanted) -> O
     row_tensors = RowTensors(plan)
     step = (SparseStep if sparse else PairStep)(problem, row_tensors, outcome)
     rows = _row_source(problem, student_NH, wanted)
+    behind = _Behind(problem, wanted, rows, student_NH)
     group_windows = min(problem.dw_windows, max(plan.num_windows, 1)) if wanted.any else 1
-    logits = student_NH.new_empty(group_windows * plan.max_rows, head.shape[0])
-    packed = student_NH.new_empty(group_windows * plan.max_rows, head.shape[1]) if plan.rows_per_rank is not None else None
-    hide_gather = wanted.dx and group_windows > 1 and group_size(problem.group) > 1
-    dw = _HeadSum(problem, wanted)
-    for first in range(0, plan.num_windows, group_windows):
+    region_rows = group_windows * plan.max_rows
+    logits = student_NH.new_empty(behind.num_regions * region_rows, head.shape[0])
+    packed = None if plan.rows_per_rank is None else student_NH.new_empty(behind.num_regions * region_rows, head.shape[1])
+    for index, first in enumerate(range(0, plan.num_windows, group_windows)):
+        begin = end = index % behind.num_regions * region_rows
         group = range(first, min(first + group_windows, plan.num_windows))
-        start, pending, x_first = 0, None, None
         for window in group:
-            end = start + plan.bounds(window)[1] - plan.bounds(window)[0]
+            start, end = end, end + plan.bounds(window)[1] - plan.bounds(window)[0]
             x_RH = rows.student(window, None if packed is None else packed[start:end])
             u_RV = project(x_RH, head, problem.bias_V, logits[start:end])
             step.begin(window, u_RV)
-            if pending is not None:
-                _back_project(rows, problem, *pending)
+            behind.run()
             step.finish(window, u_RV, wanted.any)
-            pending = (window, u_RV) if wanted.dx else None
-            if pending is not None and not hide_gather:
-                _back_project(rows, problem, *pending)
-                pending = None
-            start = end
-        if pending is not None:
-            _back_project(rows, problem, *pending)
-        if wanted.any:
-            x = packed[:start] if packed is not None else student_NH[plan.bounds(group[0])[0]:plan.bounds(group[-1])[1]]
-            dw.add(logits[:start], x)
+            behind.add_dx(window, u_RV)
+        behind.add_dw(group, logits[begin:end], None if packed is None else packed[begin:end])
+    behind.run()
     rows.finish()
-    dw.finish()
+    behind.finish()
     outcome.dx = rows.dx
     return outcome
+
+
+class _Behind:
+    """The products that follow a window's gradient, dX and dW. With several shards they wait for the next window's statistics to be
+    on their way, so that the all-gather runs under them; the logits of two groups of windows are then alive. With one shard they run at once.
+    """
+
+    def __init__(self, problem: Problem, wanted: Wanted, rows: Rows, student_NH: torch.Tensor):
+        self._problem, self._wanted, self._rows, self._student = problem, wanted, rows, student_NH
+        self._late = wanted.any and group_size(problem.group) > 1
+        self._waiting, self._head = [], _HeadSum(wanted)
+
+    @property
+    def num_regions(self) -> int:
+        """Groups of windows whose gradients are alive together."""
+        return 2 if self._late else 1
+
+    def add_dx(self, window: int, g_RV: torch.Tensor) -> None:
+        """dX of a window whose gradient stands in g_RV."""
+        if self._wanted.dx:
+            self._add(lambda: self._dx(window, g_RV))
+
+    def add_dw(self, group: range, g_RV: torch.Tensor, packed_RH: torch.Tensor | None) -> None:
+        """dW of a group of windows; packed_RH: their student rows, where they are no slice of the call's."""
+        if self._wanted.any:
+            plan = self._problem.plan
+            x_RH = self._student[plan.bounds(group[0])[0]:plan.bounds(group[-1])[1]] if packed_RH is None else packed_RH
+            self._add(lambda: self._head.add(g_RV, x_RH))
+
+    def run(self) -> None:
+        """What waits, in order."""
+        for product in self._waiting:
+            product()
+        self._waiting.clear()
+
+    def finish(self) -> None:
+        """Zeros for dW where there was no window."""
+        self._head.finish()
+
+    def _add(self, product: Callable[[], None]) -> None:
+        self._waiting.append(product)
+        if not self._late:
+            self.run()
+
+    def _dx(self, window: int, g_RV: torch.Tensor) -> None:
+        torch.mm(g_RV, self._problem.head_VH, out=self._rows.dx_target(window))
+        self._rows.send_dx(window)
 
 
 def _row_source(problem: Problem, student_NH: torch.Tensor, wanted: Wanted) -> Rows:
@@ -84,15 +124,10 @@ def _row_source(problem: Problem, student_NH: torch.Tensor, wanted: Wanted) -> R
     return SequenceParallelRows(problem.plan, student_NH, problem.group, wanted.dx)
 
 
-def _back_project(rows: Rows, problem: Problem, window: int, g_RV: torch.Tensor) -> None:
-    torch.mm(g_RV, problem.head_VH, out=rows.dx_target(window))
-    rows.send_dx(window)
-
-
 class _HeadSum:
     """dW and dbias of this shard, accumulated in the accumulation dtype over groups of windows. The first group overwrites."""
 
-    def __init__(self, problem: Problem, wanted: Wanted):
+    def __init__(self, wanted: Wanted):
         self._dw, self._dbias, self._first = wanted.dw_VH, wanted.dbias_V, True
 
     def add(self, g_RV: torch.Tensor, x_RH: torch.Tensor) -> None:

@@ -97,7 +97,8 @@ def call_items(shape: LossShape) -> dict[str, int]:
     """
     plan, width = shape.plan(), shape.dtype_bytes
     rows, chunk = plan.max_rows, plan.chunk_rows if shape.sequence_parallel else 0
-    kept_windows = min(shape.dw_windows or default_dw_windows(shape.num_columns, shape.device_type), max(plan.num_windows, 1)) if shape.train else 1
+    group_windows = min(shape.dw_windows or default_dw_windows(shape.num_columns, shape.device_type), max(plan.num_windows, 1)) if shape.train else 1
+    kept_windows = group_windows * (2 if shape.tp > 1 and shape.train else 1)  # dX and dW of one group wait under the next one's all-gather
     own_rows = max(plan.rows_per_rank) if shape.sequence_parallel else shape.num_rows
     items = {
         "dX": own_rows * shape.hidden_s * width if shape.train else 0,
@@ -112,7 +113,7 @@ def call_items(shape: LossShape) -> dict[str, int]:
         items["rows of other ranks"] = received + kept_windows * rows * shape.hidden_s * width + (shape.hidden_t * rows * width if shape.tp > 1 else 0)
         items["dX on its way"] = received + rows * shape.hidden_s * width if shape.train else 0
     if shape.device_type == "cpu":
-        items["torch backend"] = _twin_bytes(shape, rows, kept_windows)
+        items["torch backend"] = _twin_bytes(shape, rows, group_windows)
     return items
 
 
@@ -128,9 +129,9 @@ def _statistics(shape: LossShape, rows: int) -> int:
     return rows * FLOAT_BYTES * (gathered + NUM_JOINED + second_pass)
 
 
-def _twin_bytes(shape: LossShape, rows: int, kept_windows: int) -> int:
+def _twin_bytes(shape: LossShape, rows: int, group_windows: int) -> int:
     block_rows = min(rows, max(1, TWIN_BLOCK_ELEMENTS // max(1, shape.num_columns)))
     kind = "sparse" if shape.signal in ("top_k", "labels") else "one_pass" if shape.divergence in ONE_PASS else "two_pass"
     kernels = TWIN_TEMPORARIES[kind] * block_rows * shape.num_columns * FLOAT_BYTES
-    cast = (min(CPU_BLOCK_COLUMNS, shape.num_columns) + shape.hidden_s) * kept_windows * rows * FLOAT_BYTES if shape.dtype_bytes < FLOAT_BYTES else 0
+    cast = (min(CPU_BLOCK_COLUMNS, shape.num_columns) + shape.hidden_s) * group_windows * rows * FLOAT_BYTES if shape.dtype_bytes < FLOAT_BYTES else 0
     return max(kernels, cast if shape.train and not shape.freeze_head else 0)

@@ -9,11 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_kd.cli.allocations import TrackedAllocations
 from megatron_kd.kernels.spec import HeadTransform
 from megatron_kd.loss import check
 from megatron_kd.loss.fused import fused_linear_kd
 from megatron_kd.loss.hidden_term import HiddenTerm
 from megatron_kd.loss.objective import DIVERGENCES, Objective
+from megatron_kd.loss.scratch import HeadGradient
+from megatron_kd.loss.signals import HiddenTeacher
+from megatron_kd.loss.sizes import LossShape, call_bytes
 from megatron_kd.vocab import VocabSpec
 
 CAPPED = dict(bias=True, student_transform=HeadTransform(scale=0.9, softcap=8.0), teacher_transform=HeadTransform(softcap=6.0))
@@ -124,6 +128,31 @@ def test_ranks_without_a_row_run_the_same_collectives(ranks):
     assert [calls for calls, _, _ in first] == [calls for calls, _, _ in second]
     assert len(first[0][0]) == 3 * 4 and first[1][0] == []
     assert [(has, shape) for _, has, shape in second] == [(True, (0, 24)), (True, (0, 24))]
+
+
+def peaks(rank, world):
+    """(tracked peak, closed form) of one call under tensor parallelism, plain and sequence-parallel."""
+    found = []
+    for sp in (False, True):
+        shape = LossShape(num_rows=256, num_columns=4096, hidden_s=128, hidden_t=96, dtype_bytes=4, tp=world, sequence_parallel=sp, window_rows=64, device_type="cpu")
+        vocab = VocabSpec(true_size=4096 * world, student_padded=4096 * world, teacher_padded=4096 * world, tp=world)
+        x = torch.randn(256 // world if sp else 256, 128).requires_grad_()
+        head, keeper = torch.randn(4096, 128).requires_grad_(), HeadGradient(lambda dw_VH, c: None)
+        teacher = HiddenTeacher(rows_NH=torch.randn(256, 96), head_VH=torch.randn(4096, 96))
+        keeper.release(keeper.acquire(head))
+        weights, labels = torch.ones(256), torch.arange(256)
+        with TrackedAllocations() as seen:
+            out = fused_linear_kd(x, head, teacher, vocab=vocab, objective=Objective(ce_weight=0.3), labels_N=labels, weights_N=weights, tp_group=dist.group.WORLD,
+                                  rows_per_rank=(256 // world,) * world if sp else None, dw=keeper, window_rows=64)
+            out.loss_N.sum().backward()
+        found.append((seen.peak_bytes, call_bytes(shape)))
+    return found
+
+
+def test_tracked_peak_under_tensor_and_sequence_parallelism_is_what_the_closed_form_says(ranks):
+    for found in ranks.run(peaks, 2):
+        for peak, form in found:
+            assert 0.85 * form <= peak <= 1.01 * form
 
 
 def hidden_term_sp(rank, world):
