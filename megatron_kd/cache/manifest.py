@@ -54,12 +54,12 @@ class Manifest:
 
         Errors: CacheCorrupt for a damaged index, or a shard that is absent or has another size than its index says.
         """
-        names = self._storage.list(INDEX_DIR)
+        names = self._storage.files(INDEX_DIR)
         new = {name: decode_index(self._storage.read(f"{INDEX_DIR}/{name}"), name) for name in sorted(names) if name not in self.indexes}
         gone = [name for name in self.indexes if name not in names]
         if not new and not gone:
             return 0
-        sizes = self._storage.list(SHARD_DIR)
+        sizes = self._storage.files(SHARD_DIR)
         for index in new.values():
             if sizes.get(index.shard) != index.shard_bytes:
                 raise CacheCorrupt(rule(f"shard {index.shard}", f"{sizes.get(index.shard, 'no')} bytes", f"its index says {index.shard_bytes}",

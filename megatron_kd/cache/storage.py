@@ -5,6 +5,7 @@ of fsspec. `msc://profile/path` (multi-storage-client) and `s3://bucket/prefix` 
 Local folders are read by memory map, others by ranged requests.
 """
 
+import contextlib
 import mmap
 import os
 import tempfile
@@ -14,6 +15,7 @@ import fsspec
 
 from megatron_kd.errors import CacheCorrupt, CacheError, ConfigError, rule
 
+_KEPT = "Check the network and the credentials; what is built stays in the spool folder"
 INDEX_DIR, SHARD_DIR, PARTIAL_DIR = "index", "shards", "partial"
 
 
@@ -39,28 +41,22 @@ class Storage:
         """The same as a pathlib path; only where is_local."""
         return Path(self.path(name))
 
-    def list(self, folder: str) -> dict[str, int]:
+    def files(self, folder: str) -> dict[str, int]:
         """{name without folder: size in bytes} of finished files."""
-        try:
-            self._fs.invalidate_cache(self.path(folder))
-            infos = self._fs.ls(self.path(folder), detail=True)
-        except FileNotFoundError:
-            return {}
+        self._fs.invalidate_cache(self.path(folder))
+        infos = self._gate(folder, "listable", "Check the location, the network and the credentials", self._ls, self.path(folder))
         return {info["name"].rsplit("/", 1)[-1]: info["size"] for info in infos if info["type"] == "file" and not info["name"].endswith(".tmp")}
 
     def read(self, name: str) -> bytes:
         """A whole file. Errors: CacheError where it is absent or cannot be read."""
-        try:
-            return self._fs.cat_file(self.path(name))
-        except OSError as e:
-            raise CacheError(rule(f"cache file {name}", str(e), f"must be readable under {self.location}", "Run `megatron-kd cache verify`")) from e
+        return self._gate(name, "readable", "Run `megatron-kd cache verify`", self._fs.cat_file, self.path(name))
 
     def view(self, name: str, offset: int, length: int) -> memoryview | bytes:
         """`length` bytes from `offset`; a view of a memory map where local. Errors: CacheError; CacheCorrupt where the file is shorter."""
-        try:
-            data = memoryview(self._map(name))[offset:offset + length] if self.is_local else self._fs.cat_file(self.path(name), start=offset, end=offset + length)
-        except OSError as e:
-            raise CacheError(rule(f"cache file {name}", str(e), f"must be readable under {self.location}", "Run `megatron-kd cache repair`")) from e
+        if self.is_local:
+            data = memoryview(self._map(name))[offset:offset + length]
+        else:
+            data = self._gate(name, "readable", "Run `megatron-kd cache verify`", self._fs.cat_file, self.path(name), start=offset, end=offset + length)
         if len(data) != length:
             raise CacheCorrupt(rule(f"cache file {name}", f"{len(data)} bytes at {offset}", f"must hold {length}", "Run `megatron-kd cache repair`"))
         return data
@@ -72,7 +68,7 @@ class Storage:
     def put(self, name: str, data: bytes) -> None:
         """Write a small file at once: temporary file, fsync and rename; one PUT on an object store."""
         if not self.is_local:
-            self._fs.pipe_file(self.path(name), data)
+            self._gate(name, "writable", _KEPT, self._fs.pipe_file, self.path(name), data)
             return
         target = self.local_path(name)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +81,7 @@ class Storage:
     def move_in(self, local: Path, name: str) -> None:
         """Make a complete local file the store's `name`: a rename within a folder store, an upload and removal otherwise."""
         if not self.is_local:
-            self._fs.put_file(str(local), self.path(name))
+            self._gate(name, "writable", _KEPT, self._fs.put_file, str(local), self.path(name))
             local.unlink()
             return
         target = self.local_path(name)
@@ -96,20 +92,26 @@ class Storage:
 
     def remove(self, name: str) -> None:
         """Delete a file; an absent one is fine."""
-        held = self._maps.pop(name, None)
-        del held
-        try:
+        self._maps.pop(name, None)
+        with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self.path(name))
+
+    def _ls(self, path: str) -> list[dict]:
+        try:
+            return self._fs.ls(path, detail=True)
         except FileNotFoundError:
-            pass
+            return []
+
+    def _gate(self, name: str, ability: str, way_out: str, operation, *arguments, **keywords):
+        """The one place where what a file system raises becomes a CacheError; every fsspec backend has its own exceptions."""
+        try:
+            return operation(*arguments, **keywords)
+        except Exception as e:  # noqa: BLE001
+            raise CacheError(rule(f"cache file {name}", f"{type(e).__name__}: {e}", f"must be {ability} under {self.location}", way_out)) from e
 
     def _map(self, name: str) -> mmap.mmap:
         if name not in self._maps:
-            with open(self.local_path(name), "rb") as file:
-                try:
-                    self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                except ValueError as e:
-                    raise CacheCorrupt(rule(f"cache file {name}", "0 bytes", "must not be empty", "Run `megatron-kd cache repair`")) from e
+            self._maps[name] = self._gate(name, "readable", "Run `megatron-kd cache repair`", _map_file, self.local_path(name))
         return self._maps[name]
 
     @staticmethod
@@ -120,3 +122,8 @@ class Storage:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -52,7 +52,7 @@ def stat(storage: Storage) -> dict:
 def verify(storage: Storage, progress: Progress | None = None) -> list[str]:
     """Every byte of every index and shard against its checksum, and every payload decoded; returns findings, empty where all is well."""
     findings, covered, done = [], set(), 0
-    indexes, shards = storage.list(INDEX_DIR), storage.list(SHARD_DIR)
+    indexes, shards = storage.files(INDEX_DIR), storage.files(SHARD_DIR)
     total = sum(shards.values())
     for name in sorted(indexes):
         try:
@@ -79,8 +79,8 @@ def repair(storage: Storage) -> dict:
     shards of dead writers are sealed. Segments that are lost are a miss from then on: build again.
     """
     report = {"kept_segments": 0, "dropped_bytes": 0, "rewritten_shards": 0, "removed_indexes": 0, "recovered_segments": 0}
-    shards = storage.list(SHARD_DIR)
-    for name in sorted(storage.list(INDEX_DIR)):
+    shards = storage.files(SHARD_DIR)
+    for name in sorted(storage.files(INDEX_DIR)):
         try:
             index = decode_index(storage.read(f"{INDEX_DIR}/{name}"), name)
             good = index_name(index.shard) == name and index.shard in shards
@@ -91,7 +91,7 @@ def repair(storage: Storage) -> dict:
             pass
         storage.remove(f"{INDEX_DIR}/{name}")
         report["removed_indexes"] += 1
-    intact = {shard_name(name) for name in storage.list(INDEX_DIR)}
+    intact = {shard_name(name) for name in storage.files(INDEX_DIR)}
     for name in sorted(set(shards) - intact):
         _rewrite(storage, name, report)
     report["recovered_segments"] = recover(storage)
@@ -212,7 +212,7 @@ def _rewrite(storage: Storage, name: str, report: dict) -> None:
 def _collection_of_siblings(storage: Storage, name: str) -> Collection | None:
     """The collection that the shard's name begins with, from any other shard's header."""
     digest = name.split("-")[0]
-    for other in storage.list(SHARD_DIR):
+    for other in storage.files(SHARD_DIR):
         if other != name and other.startswith(digest):
             try:
                 return read_shard_header(storage.whole(f"{SHARD_DIR}/{other}"), other)[0]

@@ -23,6 +23,7 @@ from megatron_kd.cache.storage import INDEX_DIR, PARTIAL_DIR, SHARD_DIR, Storage
 from megatron_kd.errors import CacheCorrupt
 
 DEFAULT_SHARD_BYTES = 256 * 2**20
+RECOVERY_LOCK = "recovery.lock"
 
 
 class CacheWriter:
@@ -118,10 +119,20 @@ def spool_path(storage: Storage, spool_dir: str | None = None) -> Path:
 
 
 def recover(storage: Storage, spool_dir: str | None = None) -> int:
-    """Seal what dead writers left: partial shards whose lock is free, and shards that lack their index. Returns segments made visible."""
-    recovered = 0
+    """Seal what dead writers left: partial shards whose lock is free, and shards that lack their index. Returns segments made visible.
+
+    One process at a time: another that opens the store waits, so that it knows what was recovered and does not build it again.
+    """
     spool = spool_path(storage, spool_dir)
-    for path in sorted(spool.glob("*.kds")) if spool.is_dir() else ():
+    spool.mkdir(parents=True, exist_ok=True)
+    with open(spool / RECOVERY_LOCK, "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        return _recover_partial(storage, spool) + _recover_unindexed(storage)
+
+
+def _recover_partial(storage: Storage, spool: Path) -> int:
+    recovered = 0
+    for path in sorted(spool.glob("*.kds")):
         try:
             fd = os.open(path, os.O_RDWR)
         except FileNotFoundError:
@@ -131,11 +142,12 @@ def recover(storage: Storage, spool_dir: str | None = None) -> int:
                 recovered += _salvage(storage, path)
         finally:
             os.close(fd)
-    indexed = {shard_name(name) for name in storage.list(INDEX_DIR)}
-    for name in storage.list(SHARD_DIR):
-        if name not in indexed:
-            recovered += _write_index(storage, name, storage.whole(f"{SHARD_DIR}/{name}"))
     return recovered
+
+
+def _recover_unindexed(storage: Storage) -> int:
+    indexed = {shard_name(name) for name in storage.files(INDEX_DIR)}
+    return sum(_write_index(storage, name, storage.whole(f"{SHARD_DIR}/{name}")) for name in storage.files(SHARD_DIR) if name not in indexed)
 
 
 def index_name(shard: str) -> str:

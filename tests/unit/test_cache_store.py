@@ -161,7 +161,7 @@ def test_boundaries_that_do_not_fit_are_refused():
 
 
 def files_of(storage):
-    return sorted(os.path.join(folder, name) for folder, _, names in os.walk(storage.path("")) for name in names)
+    return sorted(storage.path(f"{folder}/{name}") for folder in ("index", "shards") for name in storage.files(folder))
 
 
 def test_a_flipped_byte_anywhere_is_found(tmp_path):
@@ -195,7 +195,7 @@ def test_missing_and_truncated_files_are_found_and_repaired(tmp_path):
     tokens = samples.random_tokens(8, 10)
     blocks = [samples.block(tokens[i:i + 1]) for i in range(8)]
     storage = filled(tmp_path / "good", blocks, shard_bytes=1500)
-    shards = sorted(storage.list("shards"))
+    shards = sorted(storage.files("shards"))
     assert len(shards) >= 3
     for name, harm in {"index gone": lambda s: os.remove(s.path("index/" + shards[0].replace(".kds", ".kdi"))), "shard gone": lambda s: os.remove(s.path("shards/" + shards[0])),
                        "shard cut": lambda s: os.truncate(s.path("shards/" + shards[0]), 700), "index cut": lambda s: os.truncate(s.path("index/" + shards[0].replace(".kds", ".kdi")), 100),
@@ -231,7 +231,7 @@ def test_a_writer_that_dies_at_any_byte_loses_only_the_record_it_was_writing(tmp
     tokens = samples.random_tokens(4, 3)
     asked = samples.block(tokens)
     whole = filled(tmp_path / "whole", [asked], shard_bytes=10**6)
-    name, = whole.list("shards")
+    name, = whole.files("shards")
     content = whole.read(f"shards/{name}")
     ends = [int(entry["offset"] + entry["bytes"]) for entry in next(iter(Manifest(whole).indexes.values())).entries]
     for length in sorted({*range(0, len(content) + 1, 13), *(end + d for end in [0, *ends] for d in (-1, 0, 1))} & set(range(len(content) + 1))):
@@ -294,7 +294,7 @@ def test_stat_and_bench_count_what_is_there(tmp_path):
 
 def test_a_shard_that_vanished_is_named_when_the_store_is_opened(tmp_path):
     storage = filled(tmp_path, [samples.block(samples.random_tokens(2, 10))])
-    name = sorted(storage.list("shards"))[0]
+    name = sorted(storage.files("shards"))[0]
     os.remove(storage.path(f"shards/{name}"))
     with pytest.raises(CacheCorrupt, match=f"{name} = 'no bytes'.*cache repair"):
         Manifest(Storage(str(tmp_path)))
