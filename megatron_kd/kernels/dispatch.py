@@ -5,7 +5,6 @@ supports the call. Called by the loss; decided once per call.
 """
 
 import importlib.util
-from collections.abc import Callable
 from types import ModuleType
 from typing import Literal
 
@@ -37,12 +36,3 @@ def kernels_for(device: torch.device, dtype: torch.dtype, backend: Backend = "au
 def top_k_kernels_for(kernels: ModuleType) -> ModuleType:
     """The module of top-K kernels (the functions of topk_twin.py) that goes with a module from `kernels_for`."""
     return importlib.import_module({"torch_twin": "megatron_kd.kernels.topk_twin", "triton_rows": "megatron_kd.kernels.triton_topk"}[kernels.__name__.rpartition(".")[2]])
-
-
-def single_pass_for(kernels: ModuleType) -> Callable | None:
-    """`row_single`, statistics and gradient in one kernel (triton_single.py), where a module from `kernels_for` has one; else None."""
-    if kernels.__name__.rpartition(".")[2] != "triton_rows":
-        return None
-    from megatron_kd.kernels.triton_single import row_single
-
-    return row_single

@@ -15,5 +15,3 @@ TOP_K = {"num_warps": 4}
 """The top-K kernels on R x K numbers: one row a program."""
 SCALE = {"BLOCK": 4096, "num_warps": 8}
 """scale: BLOCK elements a program."""
-SINGLE = {"CHUNK": 16384, "BLOCK": 4096, "num_warps": 8}
-"""row_single: parts of CHUNK columns, in steps of BLOCK."""

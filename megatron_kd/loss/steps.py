@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.kernels import topk_twin
-from megatron_kd.kernels.dispatch import single_pass_for, top_k_kernels_for
+from megatron_kd.kernels.dispatch import top_k_kernels_for
 from megatron_kd.kernels.spec import CE, KD, LSE_T, NUM_JOINED, NUM_STATS, ONE_PASS, SLOPE, PairSpec
 from megatron_kd.kernels.torch_twin import accumulate_dtype
 from megatron_kd.loss.flags import NONFINITE_ROWS, DeviceFlags
 from megatron_kd.loss.objective import Objective
-from megatron_kd.loss.reduce import StatsGather, group_size, sum_over_shards
+from megatron_kd.loss.reduce import StatsGather, sum_over_shards
 from megatron_kd.loss.signals import HiddenTeacher, LogitsTeacher, TopKTeacher
 from megatron_kd.loss.window import WindowPlan
 
@@ -86,36 +86,24 @@ class PairStep:
         self._gather = StatsGather(problem.group, max_rows, NUM_STATS, head, acc)
         self._joined = torch.empty(max_rows, NUM_JOINED, dtype=acc, device=head.device)
         self._two_pass = problem.spec.divergence not in ONE_PASS
-        alone = group_size(problem.group) == 1 and not self._two_pass and problem.spec.num_true > 0
-        self._row_single = single_pass_for(problem.kernels) if alone else None
         self._values = torch.empty(max_rows if self._two_pass else 0, 2, dtype=acc, device=head.device)
         if isinstance(problem.teacher, HiddenTeacher):
             self._teacher_RV = problem.teacher.rows_NH.new_empty(max_rows, problem.teacher.head_VH.shape[0])
 
     def begin(self, window: int, u_RV: torch.Tensor) -> None:
-        """Teacher's projection, statistics (unless one kernel makes them with the gradient), all-gather on its way."""
+        """Teacher's projection, statistics, all-gather on its way."""
         teacher, num_rows = self._p.teacher, u_RV.shape[0]
         if isinstance(teacher, HiddenTeacher):
             self._t_RV = project(self._rows.take(teacher.rows_NH, window), teacher.head_VH, teacher.bias_V, self._teacher_RV[:num_rows])
         else:
             self._t_RV = self._rows.take(teacher.logits_NV, window)
         self._labels = self._rows.take(self._p.labels_N, window)
-        if self._row_single is None:
-            self._send_stats(u_RV)
-
-    def _send_stats(self, u_RV: torch.Tensor) -> None:
-        self._p.kernels.row_stats(u_RV, self._t_RV, self._labels, self._p.spec, self._gather.local(u_RV.shape[0]))
+        self._p.kernels.row_stats(u_RV, self._t_RV, self._labels, self._p.spec, self._gather.local(num_rows))
         self._gather.start()
 
     def finish(self, window: int, u_RV: torch.Tensor, want_grad: bool) -> None:
         """Loss rows; the gradient over u_RV where wanted."""
         p, kernels, joined = self._p, self._p.kernels, self._joined[:u_RV.shape[0]]
-        if self._row_single is not None and want_grad:
-            self._row_single(u_RV, self._t_RV, self._labels, self._rows.take(p.weights_N, window), p.drop_rows, p.spec, joined)
-            finish_rows(p, self._rows, self._outcome, window, joined[:, KD], joined[:, CE], ~torch.isfinite(joined[:, LSE_T]))
-            return
-        if self._row_single is not None:
-            self._send_stats(u_RV)
         kernels.join_stats(self._gather.result(), self._labels, p.spec, joined)
         if self._two_pass:
             values = self._values[:u_RV.shape[0]]

@@ -54,15 +54,6 @@ def test_top_k_kernels_equal_their_twin_at_a_llama_vocabulary(divergence, mode):
     assert cases.top_k_error(triton_rows, window, cases.make_top_k(37, spec.num_true, 100, device=CUDA), mode, spec) is None
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
-def test_parts_of_a_row_wait_for_each_other_in_the_single_kernel(divergence, temperature):
-    """More rows and parts than fit the GPU at a time; the last part is all padding."""
-    spec = cases.make_spec(divergence, 127_003, temperature=temperature)
-    window = cases.make_window(701, 148_000, spec.num_true, dtype=torch.bfloat16, device=CUDA)
-    assert cases.single_error(window, spec) is None
-
-
 @pytest.mark.parametrize("source, target", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)])
 def test_scaled_gradients_are_rounded_once(source, target):
     x, c = torch.randn(1001, 4097, device=CUDA).to(source), torch.tensor(0.37, device=CUDA)

@@ -52,26 +52,6 @@ def chain(kernels, student_RV, teacher_RV, labels_R, weights_R, spec: PairSpec, 
     return {"stats": stats_RS, "joined": joined_RJ, "values": values_R2, "grad": grad_RV}
 
 
-def single_error(window, spec: PairSpec, drop_rows=False) -> str | None:
-    """`worst_error` of row_single against row_stats, join_stats and row_grad of the torch twin."""
-    from megatron_kd.kernels.triton_single import row_single
-
-    def twin(student_RV, teacher_RV, labels_R, weights_R):
-        dtype, grad_RV = torch_twin.accumulate_dtype(student_RV.dtype), student_RV.clone()
-        stats_RS, joined_RJ = (torch.empty(len(student_RV), n, dtype=dtype, device=student_RV.device) for n in (NUM_STATS, NUM_JOINED))
-        torch_twin.row_stats(student_RV, teacher_RV, labels_R, spec, stats_RS)
-        torch_twin.join_stats(stats_RS[None], labels_R, spec, joined_RJ)
-        weights_R = torch.where(joined_RJ[:, 1].isfinite(), weights_R, 0.0) if drop_rows else weights_R
-        torch_twin.row_grad(grad_RV, teacher_RV, joined_RJ, weights_R, labels_R, spec)
-        return {"joined": joined_RJ, "grad": grad_RV}
-
-    student_RV, teacher_RV, labels_R, weights_R = window
-    grad_RV, joined_RJ = student_RV.clone(), torch.full((len(student_RV), NUM_JOINED), float("nan"), device=student_RV.device)
-    row_single(grad_RV, teacher_RV, labels_R, weights_R, drop_rows, spec, joined_RJ)
-    exact = twin(*(x.double() if x is not None and x.is_floating_point() else x for x in window))
-    return worst_error({"joined": joined_RJ, "grad": grad_RV}, twin(*window), exact)
-
-
 def other_shard(stats_RS: torch.Tensor) -> torch.Tensor:
     """Statistics of an imagined second shard: other maxima, other sums, no label."""
     other_RS = torch.full_like(stats_RS, 0.5)

@@ -93,35 +93,6 @@ def test_teacher_probability_zero_adds_nothing_and_nan_is_seen(interpreted):
     assert interpreted.run(zero_probabilities, 1) == [[None] * 3]
 
 
-def compare_single(rank, world, *, divergence, dtype, transforms=None, temperature=1.0, with_labels=True, nan_row=False):
-    import torch
-
-    import tests.unit.triton_interpreter  # noqa: F401
-    from megatron_kd.kernels.spec import HeadTransform
-    from tests.unit import kernel_cases as cases
-
-    transforms = {side: HeadTransform(**values) for side, values in (transforms or {}).items()}
-    spec = cases.make_spec(divergence, ODD["num_true"], temperature=temperature, **transforms)
-    student_RV, teacher_RV, labels_R, weights_R = cases.make_window(**ODD, dtype=getattr(torch, dtype))
-    if nan_row:
-        teacher_RV[1, 7] = torch.nan
-    return cases.single_error((student_RV, teacher_RV, labels_R if with_labels else None, weights_R), spec, drop_rows=nan_row)
-
-
-@pytest.mark.parametrize("case", [
-    {"divergence": "forward_kl", "dtype": "float32"},
-    {"divergence": "forward_kl", "dtype": "bfloat16"},
-    {"divergence": "reverse_kl", "dtype": "bfloat16"},
-    {"divergence": "forward_kl", "dtype": "float32", "temperature": 2.5, "transforms": TRANSFORMS},
-    {"divergence": "reverse_kl", "dtype": "float32", "temperature": 2.5, "transforms": TRANSFORMS},
-    {"divergence": "forward_kl", "dtype": "bfloat16", "with_labels": False},
-    {"divergence": "forward_kl", "dtype": "float32", "nan_row": True},
-], ids=lambda c: " ".join(str(v) for k, v in c.items() if k != "transforms"))
-def test_one_kernel_for_statistics_and_gradient_equals_the_three(interpreted, case):
-    """One part a row: the interpreter runs programs one after the other, so parts cannot wait for each other (tests/gpu does)."""
-    assert interpreted.run(compare_single, 1, **case) == [None]
-
-
 def compare_top_k(rank, world, *, divergence, mode, dtype="float32", window=NARROW, num_kept=21, transforms=None, with_labels=True, kd_coef=0.9):
     from dataclasses import replace
 
