@@ -42,6 +42,15 @@ def register_pre_wrap_hook(cfg, hook: Callable) -> None:
         cfg.model.pre_wrap_hooks.append(hook)
 
 
+def precision_of(cfg) -> str:
+    """`fp16`, `bf16` or `fp32`: the model's, or what cfg.mixed_precision (a recipe's name, or the settings that Bridge makes of it) will make it."""
+    for owner in (cfg.model, cfg.mixed_precision):
+        for name in ("fp16", "bf16"):
+            if getattr(owner, name, False) or (isinstance(owner, str) and name in owner):
+                return name
+    return "fp32"
+
+
 def check_config(cfg) -> None:
     """ConfigError or UnsupportedLayout, by name, for what Megatron or this package cannot do right."""
     model = cfg.model
@@ -84,7 +93,7 @@ def _check_layout(cfg, model) -> None:
 
 
 def _check_numerics(cfg, model) -> None:
-    if getattr(model, "fp16", False) or "fp16" in str(cfg.mixed_precision):
+    if precision_of(cfg) == "fp16":
         _refuse("fp16", True, "gradients are formed in forward, before the loss scale is known, and would underflow", "Use bf16")
     from megatron.bridge.utils.cuda_graph import is_full_iteration_cuda_graph
 

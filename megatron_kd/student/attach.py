@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Callable
 from functools import cached_property
 
-import torch
-
 from megatron_kd.config.schema import CacheConfig, LossConfig, StreamConfig, TeacherConfig
 from megatron_kd.mcore import callbacks, configure
 from megatron_kd.student.engine import Engine
@@ -41,9 +39,7 @@ def attach(cfg, *, teacher: str | TeacherConfig, loss: LossConfig | None = None,
     when the model is built.
     """
     if isinstance(teacher, str):
-        dtype = getattr(cfg.model, "params_dtype", torch.bfloat16)
-        bf16 = getattr(cfg.model, "bf16", False) or "bf16" in str(cfg.mixed_precision)
-        teacher = TeacherConfig(model=teacher, precision="fp32" if dtype is torch.float32 and not bf16 else "bf16")
+        teacher = TeacherConfig(model=teacher, precision="fp32" if configure.precision_of(cfg) == "fp32" else "bf16")
     configure.configure(cfg, per_token_loss=per_token_loss)
     configure.check_config(cfg)
     if per_token_loss is False:

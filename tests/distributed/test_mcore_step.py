@@ -3,8 +3,8 @@
 import pytest
 
 LOSS = {"kd_weight": 0.7, "ce_weight": 0.3, "temperature": 2.0}
-# Parameters move by about 1e-2 a run; fp32 sums in another order differ by less than 1e-6.
-TOLERANCE = 2e-6
+# Parameters move by about 1e-2 a run; fp32 sums in another order were seen to differ by 1e-8 on one rank.
+TOLERANCE = 5e-7
 
 CASES = {  # every case differs from the others in one thing that the plugin handles in code of its own
     "one rank, per micro-batch": dict(student="llama", per_token=False),
@@ -14,7 +14,7 @@ CASES = {  # every case differs from the others in one thing that the plugin han
     "PP, per micro-batch": dict(student="llama", pp=2, per_token=False),
     "PP under batch ramp-up and a skipped iteration": dict(student="llama", pp=2, iters=4, rampup=(4, 4, 8), skipped=(2,)),
     "frozen head": dict(student="llama", freeze_head=True),
-    "multi-token prediction, teacher's head tied": dict(student="llama", teacher="teacher_full", tp=2, random_init=True, overrides=(("mtp_num_layers", 1),)),
+    "multi-token prediction, teacher's head tied": dict(student="llama", teacher="teacher_full", tp=2, random_init=True, overrides=(("mtp_num_layers", 1), ("cross_entropy_loss_fusion", False))),  # Megatron's fused cross-entropy rounds its gradient to bf16
     "megatron-core's ModelConfig and builder": dict(student="llama", tp=2, builder=True),
     "bf16, sharded optimizer": dict(student="llama", dp=2, bf16=True, distributed_optimizer=True),
     "EP, combined 1F1B schedule": dict(student="gptoss", ep=2, bf16=True, overrides=(("overlap_moe_expert_parallel_comm", True),)),
