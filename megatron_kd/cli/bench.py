@@ -206,9 +206,11 @@ class Bench:
                 for method in methods:
                     if method.name in errors:
                         self.record(method, name, shape, num_rows, self.time(method, case if method.alone else sharded), errors[method.name])
+                self.save()
             self.efficiency(name)
             self.gemm.append({"shape": name, **self.gemms(replace(shape, vocab=sharded.head_VH.shape[0]), sharded)})
             self.say("GEMMs alone, TFLOP/s: " + ", ".join(f"{k} {v:g}" for k, v in self.gemm[-1].items() if k != "shape"))
+            self.save()
 
     def record(self, method: Method, name: str, shape: Shape, num_rows: int, measured: Measured, error: float) -> None:
         """One row of the table and of the JSON; TFLOP/s are per GPU."""
@@ -238,6 +240,11 @@ class Bench:
         square = {name: square_rate(self.device, self.dtype, size=8192 if cuda else 256, num_calls=calls if cuda else 1, rest_s=args.rest_s)
                   for name, calls in (("square_burst", 10), ("square_sustained", 500))}
         return {"window_rows": window_rows, "dw_rows": dw_rows, **rates, **square}
+
+    def save(self) -> None:
+        """Writes the JSON file as far as it is known, so that a run cut short leaves what it measured."""
+        if self.args.json and self.rank == 0:
+            self.args.json.write_text(json.dumps(self.report(), indent=1) + "\n")
 
     def report(self) -> dict:
         """What the JSON file holds."""
@@ -269,8 +276,6 @@ def run(args: argparse.Namespace) -> int:
     bench = Bench(args)
     try:
         bench.run()
-        if args.json and bench.rank == 0:
-            args.json.write_text(json.dumps(bench.report(), indent=1) + "\n")
     finally:
         if bench.group is not None:
             dist.destroy_process_group()
