@@ -115,21 +115,10 @@ def test_the_head_lies_on_the_students_shards_by_token_id(megatron_ranks, teache
         torch.testing.assert_close(from_checkpoint, expected)
 
 
-class Rank:
-    """A context-parallel group as seen by one of its ranks: slicing asks for nothing else."""
-
-    def __init__(self, rank, size):
-        self._rank, self._size = rank, size
-
-    def rank(self):
-        return self._rank
-
-    def size(self):
-        return self._size
-
-
 def cut_rows(rank, world, cu_seqlens):
-    """For cp = 2: [(row ids, weights, labels picked by output index, local tokens picked by hidden index)] of both ranks."""
+    """(asked row ids, row ids of this rank of cp = 2, tokens picked by output index, tokens picked by hidden index)."""
+    import torch.distributed as dist
+
     from megatron_kd.mcore.slices import local_slice
     from megatron_kd.rows import TokenBlock
     from megatron_kd.student.selection import select_rows
@@ -138,19 +127,26 @@ def cut_rows(rank, world, cu_seqlens):
     sequences = 2 if cu_seqlens is None else 1
     tokens = torch.arange(sequences * 24).view(sequences, 24)
     block = TokenBlock(tokens_bs=tokens, loss_mask_bs=(torch.rand(sequences, 24, generator=generator) < 0.6).float(), cu_seqlens=cu_seqlens, step=0, micro_batch=0)
-    results = []
-    for cp_rank in range(2):
-        selection = select_rows(block, Rank(cp_rank, 2))
-        local = local_slice({"tokens": tokens}, cu_seqlens, Rank(cp_rank, 2))["tokens"]
-        results.append((selection.row_ids_N, local.reshape(-1)[selection.output_index_N], local.t().reshape(-1)[selection.hidden_index_N]))
-    return block.row_ids_N, results
+    selection = select_rows(block, dist.group.WORLD)
+    local = local_slice({"tokens": tokens}, cu_seqlens, dist.group.WORLD)["tokens"]
+    return block.row_ids_N, selection.row_ids_N, local.reshape(-1)[selection.output_index_N], local.t().reshape(-1)[selection.hidden_index_N]
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 8, 24], dtype=torch.int32)], ids=["zigzag", "packed"])
-def test_context_parallel_rows_are_megatrons_slices(megatron_ranks, cu_seqlens):
+def test_context_parallel_ranks_share_the_rows_by_global_id(megatron_ranks, cu_seqlens):
     """Tokens equal their row ids here, so whatever Megatron cuts must agree with the ids."""
-    wanted, results = megatron_ranks.run(cut_rows, 1, cu_seqlens=cu_seqlens)[0]
-    assert torch.equal(torch.cat([ids for ids, *_ in results]).sort().values, wanted)
-    assert all(ids.numel() for ids, *_ in results)
-    for ids, by_output, by_hidden in results:
-        assert torch.equal(by_output, ids) and torch.equal(by_hidden, ids)
+    results = megatron_ranks.run(cut_rows, 2, cu_seqlens=cu_seqlens)
+    assert torch.equal(torch.cat([ids for _, ids, *_ in results]).sort().values, results[0][0])
+    for _, ids, by_output, by_hidden in results:
+        assert ids.numel() and torch.equal(by_output, ids) and torch.equal(by_hidden, ids)
+
+
+def test_packed_documents_are_cut_in_mirrored_chunks():
+    from megatron_kd.errors import UnsupportedLayout
+    from megatron_kd.mcore.slices import packed_index
+
+    bounds = torch.tensor([0, 8, 24], dtype=torch.int32)
+    assert packed_index(bounds, 0, 2).tolist() == [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]
+    assert packed_index(bounds, 1, 2).tolist() == [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]
+    with pytest.raises(UnsupportedLayout, match="6 tokens"):
+        packed_index(torch.tensor([0, 6]), 0, 2)
