@@ -182,11 +182,10 @@ def _search_text(found: dict[str, Found]) -> str:
 
 def _runs(args: argparse.Namespace) -> int:
     """Predictions and recipes of a list of runs."""
-    from megatron_kd.plan.predict import predict, write_runs
+    from megatron_kd.plan.predict import predict, table, write_runs
 
     if args.predict_runs:
-        for entry in predict(*args.predict_runs):
-            print(f"{entry['name']}: {entry['max_memory_allocated'] / 2**30:.2f} GiB allocated at the peak, loss {entry['loss_call_bytes'] / 2**30:.2f} GiB")
+        print(table(predict(*args.predict_runs)))
     if args.write_runs:
         for path in write_runs(*args.write_runs):
             print(path)

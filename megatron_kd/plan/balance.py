@@ -33,14 +33,19 @@ class Rates:
 
     @classmethod
     def measured(cls, path: str) -> "Rates":
-        """From a run's JSON with `student_tokens_per_s_per_gpu` and/or `teacher_tokens_per_s_per_gpu`. Errors: PlanError."""
+        """From a run's JSON with `student_tokens_per_s_per_gpu` and/or `teacher_tokens_per_s_per_gpu`, or the summary.json of a streamed or cached
+        training run, whose speed is the student's. Errors: PlanError."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as e:
             raise PlanError(rule("--measured", path, f"cannot be read as JSON: {e}", "Pass the JSON of a measured run")) from e
         student, teacher = (values.get(f"{side}_tokens_per_s_per_gpu") for side in ("student", "teacher"))
+        if student is None and values.get("tokens_per_s") and values.get("placement") in ("streamed", "cached"):
+            degrees = dict(part.split("=") for part in values.get("layout", "").split() if "=" in part)
+            student = values["tokens_per_s"] / math.prod(int(degrees.get(axis, 1)) for axis in ("tp", "pp", "cp", "dp"))
         if student is None and teacher is None:
-            raise PlanError(rule("--measured", path, "needs student_tokens_per_s_per_gpu or teacher_tokens_per_s_per_gpu", "Add the key that you measured"))
+            raise PlanError(rule("--measured", path, "needs student_tokens_per_s_per_gpu or teacher_tokens_per_s_per_gpu, or a streamed or cached run's summary",
+                                 "Add the key that you measured (a colocated run's speed is of both models together)"))
         if any(value is not None and not value > 0 for value in (student, teacher)):
             raise PlanError(rule("--measured", (student, teacher), "tokens a second must be above 0", "Measure after warm-up"))
         return cls(student_tokens_s_gpu=student, teacher_tokens_s_gpu=teacher)

@@ -137,7 +137,9 @@ def test_measured_run_replaces_the_assumed_efficiency(tmp_path):
     rates = Rates.measured(str(path))
     assert student_seconds(job(), rates)[0] == pytest.approx(64 * 8192 / (5000 * 8))
     assert teacher_seconds(job(), rates) == pytest.approx(64 * 8192 / (40_000 * 2))
-    path.write_text("{}")
+    path.write_text(json.dumps({"placement": "cached", "layout": "tp=2 pp=2 ep=2 etp=1 dp=3 sp", "tokens_per_s": 2400.0}))
+    assert Rates.measured(str(path)).student_tokens_s_gpu == 200.0
+    path.write_text(json.dumps({"placement": "colocated", "layout": "tp=1 dp=1", "tokens_per_s": 2400.0}))
     with pytest.raises(PlanError, match="student_tokens_per_s_per_gpu"):
         Rates.measured(str(path))
 

@@ -1,5 +1,6 @@
 """docs/planner.md: its commands run as written, and its statements about published work are what the planner says."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -12,6 +13,7 @@ from megatron_kd.plan.balance import Rates
 from megatron_kd.plan.gpus import gpu
 from megatron_kd.plan.job import Job
 from megatron_kd.plan.models import load_model
+from megatron_kd.plan.predict import table
 from megatron_kd.plan.search import Limits, search
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +29,12 @@ def test_command_of_the_docs_runs_as_written(command, tmp_path, monkeypatch, cap
         (tmp_path / name).symlink_to(ROOT / name)
     code = main(shlex.split(command)[1:])
     assert code == (3 if NOTHING_FITS in command else 0), capsys.readouterr().err
+
+
+def test_table_of_predictions_is_the_committed_file():
+    results = json.loads((ROOT / "docs" / "benchmarks" / "plan_predictions.json").read_text(encoding="utf-8"))["runs"]
+    assert table(results) in TEXT
+    assert sum(entry["held_out"] for entry in results) >= 2 and len(results) >= 10
 
 
 def pair(teacher: str, student: str, card: str, seq: int) -> Job:
