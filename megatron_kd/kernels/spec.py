@@ -19,6 +19,8 @@ LSE_S, LSE_T, LSE_CE, KD, SLOPE, CE, NUM_JOINED = 0, 1, 2, 3, 4, 5, 6
 TWIN_BLOCK_ELEMENTS = 1 << 20
 """Numbers in one temporary of the torch backend, which works on row blocks of that size."""
 
+ROW_ALIGNMENT = 16
+"""Columns that a logits buffer's row stride should be a multiple of, so that every row starts on a 16-byte boundary in any dtype."""
 ELSEWHERE, NO_LABEL = -1, -2
 """Local labels: another shard's column, and a row without cross-entropy."""
 

@@ -100,6 +100,28 @@ def _load(row_ptr, columns, num_true, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _load_block(row_ptr, start, limit, other, BLOCK: tl.constexpr):
+    """BLOCK columns from `start`, `other` from column `limit` on. A whole block needs no mask: then 16-byte loads at any vocabulary size."""
+    columns = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= limit:
+        block = tl.load(row_ptr + columns)
+    else:
+        block = tl.load(row_ptr + columns, mask=columns < limit, other=other)
+    return block
+
+
+@triton.jit
+def _store_block(row_ptr, start, limit, block, BLOCK: tl.constexpr):
+    """BLOCK columns from `start`, as far as `limit`."""
+    columns = start + tl.arange(0, BLOCK)
+    block = block.to(row_ptr.dtype.element_ty)
+    if start + BLOCK <= limit:
+        tl.store(row_ptr + columns, block)
+    else:
+        tl.store(row_ptr + columns, block, mask=columns < limit)
+
+
+@triton.jit
 def _stats_step(max_s, sum_s, sum_ce, max_t, sum_t, cross, u_s, u_t, scale_s, cap_s, scale_t, cap_t, per_tau, TRANSFORM_S: tl.constexpr, TRANSFORM_T: tl.constexpr,
                 TAU_ONE: tl.constexpr, CROSS_OF: tl.constexpr):
     z_s, z_t = _logits(u_s, scale_s, cap_s, TRANSFORM_S), _logits(u_t, scale_t, cap_t, TRANSFORM_T)
@@ -212,19 +234,17 @@ def join_stats_kernel(stats, labels, out, num_rows, stride_rank, stride_row, str
 def row_values_kernel(student, teacher, joined, out, stride_s, stride_t, stride_joined, stride_out, num_true, tau, mix, scale_s, cap_s, scale_t, cap_t,
                       TRANSFORM_S: tl.constexpr, TRANSFORM_T: tl.constexpr, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr):
     """One program a row: sums of the value and of the slope."""
-    P: tl.constexpr = BLOCK // LANE
     row = tl.program_id(0).to(tl.int64)
     row_s, row_t = student + row * stride_s, teacher + row * stride_t
     lse_s, lse_t = tl.load(joined + row * stride_joined + _LSE_S), tl.load(joined + row * stride_joined + _LSE_T)
-    columns = tl.arange(0, P)[:, None] * LANE + tl.arange(0, LANE)[None, :]
     per_tau = 1.0 / tau
-    values, slopes = tl.zeros([P], tl.float32), tl.zeros([P], tl.float32)
+    values, slopes = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_true, BLOCK):
-        z_s = _logits(_load(row_s, start + columns, num_true, True), scale_s, cap_s, TRANSFORM_S)
-        z_t = _logits(_load(row_t, start + columns, num_true, True), scale_t, cap_t, TRANSFORM_T)
+        z_s = _logits(_load_block(row_s, start, num_true, NEG_INF, BLOCK), scale_s, cap_s, TRANSFORM_S)
+        z_t = _logits(_load_block(row_t, start, num_true, NEG_INF, BLOCK), scale_t, cap_t, TRANSFORM_T)
         value, slope = _value_and_slope(z_t * per_tau - lse_t, z_s * per_tau - lse_s, mix, DIVERGENCE)
-        values += tl.sum(value, 1)
-        slopes += tl.sum(slope, 1)
+        values += value
+        slopes += slope
     tl.store(out + row * stride_out, tl.sum(values, 0))
     tl.store(out + row * stride_out + 1, tl.sum(slopes, 0))
 
@@ -235,14 +255,15 @@ def row_grad_kernel(student, teacher, joined, weights, labels, stride_s, stride_
                     TAU_ONE: tl.constexpr, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr):
     """One program a row and block of columns: the gradient over the student's raw logits."""
     row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0) * BLOCK
+    columns = start + tl.arange(0, BLOCK)
     row_s, row_t = student + row * stride_s, teacher + row * stride_t
     weight = tl.load(weights + row).to(tl.float32)
     joined += row * stride_joined
     lse_s, lse_t, lse_ce, total_slope = tl.load(joined + _LSE_S), tl.load(joined + _LSE_T), tl.load(joined + _LSE_CE), tl.load(joined + _SLOPE)
-    real = columns < tl.where(weight == 0.0, 0, num_true)
-    z_s = _logits(tl.load(row_s + columns, mask=real, other=0.0), scale_s, cap_s, TRANSFORM_S)
-    z_t = _logits(tl.load(row_t + columns, mask=real, other=0.0), scale_t, cap_t, TRANSFORM_T)
+    limit = tl.where(weight == 0.0, 0, num_true)
+    z_s = _logits(_load_block(row_s, start, limit, 0.0, BLOCK), scale_s, cap_s, TRANSFORM_S)
+    z_t = _logits(_load_block(row_t, start, limit, 0.0, BLOCK), scale_t, cap_t, TRANSFORM_T)
     per_tau = 1.0 / tau
     log_q, log_p = z_s * per_tau - lse_s, z_t * per_tau - lse_t
     q = tl.exp2(log_q * LOG2E)
@@ -256,8 +277,7 @@ def row_grad_kernel(student, teacher, joined, weights, labels, stride_s, stride_
         softmax = q if TAU_ONE else tl.exp2((z_s - lse_ce) * LOG2E)
         grad += tl.where(label != _NO_LABEL, ce_coef, 0.0) * softmax - tl.where(columns == label, ce_coef, 0.0)
     grad = _by_raw_logits(grad * weight, z_s, scale_s, cap_s, TRANSFORM_S)
-    grad = tl.where(real, grad, 0.0)
-    tl.store(row_s + columns, grad.to(student.dtype.element_ty), mask=columns < num_columns)
+    _store_block(row_s, start, num_columns, tl.where(columns < limit, grad, 0.0), BLOCK)
 
 
 @triton.jit
@@ -285,15 +305,13 @@ def tail_stats_kernel(student, out, stride_s, stride_out, num_true, scale_s, cap
 def tail_grad_kernel(student, lse, coef, weights, stride_s, stride_lse, stride_coef, num_columns, num_true, scale_s, cap_s, TRANSFORM_S: tl.constexpr, BLOCK: tl.constexpr):
     """One program a row and block of columns: weight * coef * exp(z - lse) * dz/du over the raw logits."""
     row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0) * BLOCK
     row_s = student + row * stride_s
     weight = 1.0 if weights is None else tl.load(weights + row).to(tl.float32)
     factor = tl.where(weight == 0.0, 0.0, tl.load(coef + row * stride_coef) * weight)
-    real = columns < tl.where(factor == 0.0, 0, num_true)
-    z = _logits(tl.load(row_s + columns, mask=real, other=NEG_INF), scale_s, cap_s, TRANSFORM_S)
+    z = _logits(_load_block(row_s, start, tl.where(factor == 0.0, 0, num_true), NEG_INF, BLOCK), scale_s, cap_s, TRANSFORM_S)
     grad = _by_raw_logits(factor * tl.exp2((z - tl.load(lse + row * stride_lse)) * LOG2E), z, scale_s, cap_s, TRANSFORM_S)
-    grad = tl.where(z == NEG_INF, 0.0, grad)
-    tl.store(row_s + columns, grad.to(student.dtype.element_ty), mask=columns < num_columns)
+    _store_block(row_s, start, num_columns, tl.where(z == NEG_INF, 0.0, grad), BLOCK)
 
 
 def _transforms(spec: PairSpec, *sides: str) -> dict:

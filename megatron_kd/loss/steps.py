@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_kd.kernels import topk_twin
 from megatron_kd.kernels.dispatch import top_k_kernels_for
-from megatron_kd.kernels.spec import CE, KD, LSE_T, NUM_JOINED, NUM_STATS, ONE_PASS, SLOPE, PairSpec
+from megatron_kd.kernels.spec import CE, KD, LSE_T, NUM_JOINED, NUM_STATS, ONE_PASS, ROW_ALIGNMENT, SLOPE, PairSpec
 from megatron_kd.kernels.torch_twin import accumulate_dtype
 from megatron_kd.loss.flags import NONFINITE_ROWS, DeviceFlags
 from megatron_kd.loss.objective import Objective
@@ -88,7 +88,8 @@ class PairStep:
         self._two_pass = problem.spec.divergence not in ONE_PASS
         self._values = torch.empty(max_rows if self._two_pass else 0, 2, dtype=acc, device=head.device)
         if isinstance(problem.teacher, HiddenTeacher):
-            self._teacher_RV = problem.teacher.rows_NH.new_empty(max_rows, problem.teacher.head_VH.shape[0])
+            columns = problem.teacher.head_VH.shape[0]
+            self._teacher_RV = problem.teacher.rows_NH.new_empty(max_rows, -(-columns // ROW_ALIGNMENT) * ROW_ALIGNMENT)[:, :columns]
 
     def begin(self, window: int, u_RV: torch.Tensor) -> None:
         """Teacher's projection, statistics, all-gather on its way."""
