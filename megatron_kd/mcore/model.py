@@ -5,6 +5,7 @@ the converters. The CPU runtime must be installed first where there is no GPU.
 """
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -45,9 +46,11 @@ def layout_overrides(layout: ParallelLayout) -> dict[str, object]:
 
 
 def device_overrides() -> dict[str, object]:
-    """What a provider needs on this device: nothing on a GPU, the CPU runtime's settings without one."""
+    """What a provider needs on this device: on a GPU no fused weight gradient where Apex's kernel is missing (Megatron's output layer raises
+    then, although Transformer Engine is there; the fused loss writes main_grad itself), without one the CPU runtime's settings.
+    """
     if torch.cuda.is_available():
-        return {}
+        return {} if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") else {"gradient_accumulation_fusion": False}
     from megatron_kd.mcore.cpu import CPU_OVERRIDES
 
     return dict(CPU_OVERRIDES)
