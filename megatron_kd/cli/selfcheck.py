@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_kd.errors import ConfigError, rule
 from megatron_kd.kernels.spec import HeadTransform
 from megatron_kd.loss import check, denominator
+from megatron_kd.loss.hidden_term import HiddenTerm
 from megatron_kd.loss.objective import DIVERGENCES, Objective
 from megatron_kd.loss.reduce import group_rank, group_size
 
@@ -92,7 +93,9 @@ def _all_rows(device: torch.device, backend: str, group: dist.ProcessGroup | Non
     for case in cases():
         yield _finite_difference(replace(case, dtype=torch.float64, weights="ones"), device, group, f"tp={tp}")
     for kind in ("rows", "weights"):
-        yield _denominator(kind, device, backend, group, f"tp={tp}")
+        yield _denominator(kind, device, group, f"tp={tp}")
+    for kind in ("cosine", "mse"):
+        yield from _hidden_term(kind, device, group, f"tp={tp}" + " sp even" * (tp > 1))
 
 
 def cases() -> Iterator[check.Case]:
@@ -139,7 +142,7 @@ def _finite_difference(case: check.Case, device: torch.device, group, layout: st
                max_error=error, passed=error <= DIFFERENCE_TOLERANCE)
 
 
-def _denominator(kind: str, device: torch.device, backend: str, group, layout: str) -> Row:
+def _denominator(kind: str, device: torch.device, group, layout: str) -> Row:
     """dX of two unequal micro-batches over one denominator against the dense loss of all their rows."""
     parts = [check.Case(name="short", num_rows=3, weights="quarter", seed=1, dtype=torch.float64), check.Case(name="long", num_rows=26, seed=2, dtype=torch.float64)]
     built = [check.build(case, device) for case in parts]
@@ -152,6 +155,31 @@ def _denominator(kind: str, device: torch.device, backend: str, group, layout: s
     scale, error = ((got * want).sum() / (want * want).sum()).item(), ((got - want).abs().max() / want.abs().max()).item()
     cosine = ((got * want).sum() / (got.norm() * want.norm())).item()
     return Row(check=f"denominator {kind}, unequal micro-batches", layout=f"{layout} float64", scale=scale, cosine=cosine, max_error=error, passed=error <= allowed)
+
+
+def _hidden_term(kind: str, device: torch.device, group, layout: str) -> Iterator[Row]:
+    """The term on hidden states with a projection, each rank with its own rows, against plain autograd in float64."""
+    case, tp, rank = check.Case(name=kind), group_size(group), group_rank(group)
+    tensors = check.build(case, device)
+    share = tuple(case.num_rows // tp + (r < case.num_rows % tp) for r in range(tp))
+    own = slice(sum(share[:rank]), sum(share[:rank + 1]))
+    term = HiddenTerm(kind, case.hidden_s, case.hidden_t, sequence_parallel=tp > 1, device=device)
+    x = tensors["x"][own].clone().requires_grad_()
+    value = term(x, tensors["t"], tp_group=group, rows_per_rank=share if tp > 1 else None)
+    (check.UPSTREAM * tensors["weights"] * value).sum().backward()
+    if tp > 1:
+        dist.all_reduce(term.projection.grad, group=group)
+    got = {"value": value.detach(), "dX of this rank": x.grad, "dP": term.projection.grad}
+    dense = {}
+    for dtype in (torch.float64, torch.float32):
+        leaf, projection = tensors["x"].to(dtype).clone().requires_grad_(), term.projection.detach().to(dtype).clone().requires_grad_()
+        a, t = leaf @ projection.t(), tensors["t"].to(dtype)
+        values = 1 - torch.nn.functional.cosine_similarity(a, t) if kind == "cosine" else (a - t).square().mean(1)
+        (check.UPSTREAM * tensors["weights"].to(dtype) * values).sum().backward()
+        dense[dtype] = (values.detach(), leaf.grad[own], projection.grad)
+    for (name, tensor), want, plain in zip(got.items(), dense[torch.float64], dense[torch.float32], strict=True):
+        result = check.compare(tensor, want, plain, torch.float32)
+        yield Row(check=f"hidden term {kind}: {name}", layout=f"{layout} float32", scale=result.scale, cosine=result.cosine, max_error=result.max_error, passed=result.passed)
 
 
 def _everywhere(rows: list[Row], device: torch.device) -> list[Row]:
