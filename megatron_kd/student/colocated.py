@@ -80,7 +80,7 @@ def colocated_targets(request: SourceRequest) -> Targets:
     provider = models.teacher_provider(request.teacher.model, layout=layout, dtype=request.dtype, seq_length=request.seq_length)
     if layout.pp > 1 and getattr(provider, "pipeline_model_parallel_layout", None):
         raise UnsupportedLayout(rule("pipeline_model_parallel_layout", "set", "the colocated teacher uses an even split over stages", "Stream the teacher instead"))
-    (chunk,) = models.build_model(provider)
+    (chunk,) = models.build_model(provider, groups=request.student_lm.pg_collection)
     lm = models.language_model(chunk)
     head = None
     if lm.post_process:
