@@ -40,8 +40,8 @@ class BlockRead:
 class CacheReader:
     """Reads one collection of a store. Thread-safe. Close it, or use `with`."""
 
-    def __init__(self, storage: Storage, collection: Collection, *, num_threads: int = 2, pad_id: int | None = None):
-        self.collection, self._storage, self._pad_id = collection, storage, pad_id
+    def __init__(self, storage: Storage, collection: Collection, *, num_threads: int = 2):
+        self.collection, self._storage = collection, storage
         self.manifest = Manifest(storage)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kd-cache")
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class CacheReader:
     def read(self, block: TokenBlock) -> BlockRead:
         """All asked rows of `block`. A miss is not an error here: see `miss_error`. Errors: CacheCorrupt."""
         started = time.perf_counter()
-        segments = list(split(block, self._pad_id))
+        segments = list(split(block))
         records = self._find(segments)
         counts = [len(segment.asked) for segment in segments]
         rows = self._assemble(block, segments, records)
@@ -76,7 +76,7 @@ class CacheReader:
 
     def missing(self, block: TokenBlock) -> list[Segment]:
         """Segments that `read` would miss; looks the rows up without decoding them."""
-        segments = list(split(block, self._pad_id))
+        segments = list(split(block))
         return [segment for segment, record in zip(segments, self._find(segments), strict=True) if record is None]
 
     def miss_error(self, missing: tuple[Segment, ...], block: TokenBlock, build_command: str) -> CacheMiss:

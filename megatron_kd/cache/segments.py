@@ -37,11 +37,11 @@ class Segment:
         return f"{self.key.hex()[:12]} ({len(self.ids_n)} tokens: {self.ids_n[:6].tolist()}...)"
 
 
-def split(block: TokenBlock, pad_id: int | None = None) -> Iterator[Segment]:
+def split(block: TokenBlock) -> Iterator[Segment]:
     """Segments of `block` in row order; those without an asked row are left out.
 
-    `pad_id`: a trailing run of this id is cut down to its first token before hashing where none of its rows is asked, so that
-    batches padded to another length still hit; causal attention makes all earlier rows independent of it.
+    A trailing run of one id (padding) is cut down to its first token before hashing where no row of the rest is asked, so that batches
+    padded to another length still hit; causal attention makes all earlier rows independent of it.
     Errors: ConfigError where cu_seqlens do not fit the tokens.
     """
     num_sequences, length = block.tokens_bs.shape
@@ -52,7 +52,7 @@ def split(block: TokenBlock, pad_id: int | None = None) -> Iterator[Segment]:
         asked = np.flatnonzero(mask[sequence, start:end])
         if not asked.size:
             continue
-        end = start + _unpadded(tokens[sequence, start:end], int(asked[-1]), pad_id)
+        end = start + _unpadded(tokens[sequence, start:end], int(asked[-1]))
         ids = tokens[sequence, start:end].astype(np.int64)
         yield Segment(start=sequence * length + start, ids_n=ids, asked=asked,
                       key=segment_key(ids, None if positions is None else positions[sequence, start:end]))
@@ -71,10 +71,8 @@ def _bounds(block: TokenBlock, num_sequences: int, length: int) -> Iterator[tupl
     yield from ((0, a, b) for a, b in zip(bounds, bounds[1:]) if a < b)
 
 
-def _unpadded(ids_n: np.ndarray, last_asked: int, pad_id: int | None) -> int:
-    """Tokens left after the trailing run of `pad_id` is cut to one, or all where a row of that run is asked."""
-    if pad_id is None or ids_n[-1] != pad_id:
-        return len(ids_n)
-    others = np.flatnonzero(ids_n != pad_id)
+def _unpadded(ids_n: np.ndarray, last_asked: int) -> int:
+    """Tokens left after the trailing run of one id is cut to its first, or all where a row of the rest is asked."""
+    others = np.flatnonzero(ids_n != ids_n[-1])
     kept = (int(others[-1]) + 1 if others.size else 0) + 1
     return kept if last_asked < kept else len(ids_n)

@@ -21,16 +21,14 @@ class PayloadSpec:
     width: int
     """K for topk and sampled, H_t for hidden."""
     precision: Literal["bf16", "fp32", "fp8"] = "bf16"
-    """Of log-probabilities (bf16, fp32) or hidden rows (also fp8 e4m3 with one fp32 scale a row). Token ids and tail mass are always exact."""
+    """Of log-probabilities (bf16, fp32), weights of draws (fp32; they repeat and compress) or hidden rows (also fp8 e4m3, one fp32 scale a row). Token ids and tail mass are always exact."""
     vocab_size: int
     """The teacher's true vocabulary: K never exceeds it, ids stay below it."""
-    temperature: float = 1.0
-    """Divided the teacher's logits before the log-probabilities were taken; 1 for hidden."""
 
     def __post_init__(self):
         if self.kind not in ("topk", "sampled", "hidden"):
             raise ConfigError(rule("cache payload", self.kind, "must be topk, sampled or hidden", "Set cache.payload and cache.selection"))
-        allowed = ("bf16", "fp32", "fp8") if self.kind == "hidden" else ("bf16", "fp32")
+        allowed = {"hidden": ("bf16", "fp32", "fp8"), "topk": ("bf16", "fp32"), "sampled": ("fp32",)}[self.kind]
         if self.precision not in allowed:
             raise ConfigError(rule("cache precision", self.precision, f"must be one of {', '.join(allowed)} for {self.kind}", "Set cache.log_probs or cache.hidden_rows"))
         if not 1 <= self.vocab_size <= 2**32:
@@ -38,13 +36,11 @@ class PayloadSpec:
         if self.width < 1 or (self.kind != "hidden" and self.width > self.vocab_size):
             raise ConfigError(rule("cache.k" if self.kind != "hidden" else "hidden width", self.width,
                                    f"must be at least 1 and at most the vocabulary, {self.vocab_size}", "Lower cache.k"))
-        if not self.temperature > 0 or (self.kind == "hidden" and self.temperature != 1.0):
-            raise ConfigError(rule("cache.temperature", self.temperature, "must be above 0, and 1 for hidden rows", "Leave cache.temperature out"))
 
     def describe(self) -> str:
         """Short text, e.g. `topk K=100 bf16`."""
         letter = "H" if self.kind == "hidden" else "K"
-        return f"{self.kind} {letter}={self.width} {self.precision}" + (f" T={self.temperature:g}" if self.temperature != 1.0 else "")
+        return f"{self.kind} {letter}={self.width} {self.precision}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ def stat(storage: Storage) -> dict:
         weighted = float((entries["error"].astype(np.float64) * entries["rows"]).sum())
         collections.append({"teacher": collection.context.teacher, "tokenizer": collection.context.tokenizer, "head_transform": collection.context.head_transform,
                             "payload": collection.spec.kind, "width": collection.spec.width, "precision": collection.spec.precision,
-                            "temperature": collection.spec.temperature, "vocab_size": collection.spec.vocab_size, "shards": len(indexes),
+                            "vocab_size": collection.spec.vocab_size, "shards": len(indexes),
                             "segments": len(keys), "records": len(entries), "tokens": tokens, "bytes": num_bytes,
                             "bytes_per_token": num_bytes / tokens if tokens else None, "relative_error": math.sqrt(weighted / tokens) if tokens else None,
                             "segment_tokens": [int(entries["tokens"].min()), int(entries["tokens"].max())] if len(entries) else None})

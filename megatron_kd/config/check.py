@@ -52,9 +52,9 @@ def _check_placement(recipe: Recipe) -> None:
     if teacher.placement == "cached" and cache.payload == "topk":
         if recipe.loss.hidden_term is not None:
             raise ConfigError(rule("loss.hidden_term", recipe.loss.hidden_term.kind, "top-K targets hold no hidden states", "Set cache.payload=hidden, or remove loss.hidden_term"))
-        if cache.temperature != recipe.loss.temperature:
-            raise ConfigError(rule("cache.temperature", cache.temperature, f"stored log-probabilities have one temperature; loss.temperature is {recipe.loss.temperature}",
-                                   "Set both to the same value and build the cache with it"))
+        if recipe.loss.temperature != 1.0 and recipe.loss.top_k_mode != "renormalise":
+            raise ConfigError(rule("loss.temperature", recipe.loss.temperature, "top-K targets are stored at temperature 1, where the mass outside K is known",
+                                   "Use 1.0, loss.top_k_mode=renormalise, or cache.payload=hidden"))
     if teacher.placement == "streamed" and recipe.stream.on_teacher_loss == "ce_only" and recipe.loss.ce_weight == 0 and not recipe.loss.ce_weight_end:
         raise ConfigError(rule("stream.on_teacher_loss", "ce_only", "loss.ce_weight is 0, so a step without the teacher would learn nothing", "Raise loss.ce_weight, or choose fail or reroute"))
     if teacher.placement == "cached" and cache.on_miss == "ce_only" and recipe.loss.ce_weight == 0 and not recipe.loss.ce_weight_end:

@@ -62,8 +62,6 @@ class CacheConfig:
     """Precision of stored log-probabilities; ids and tail mass are exact."""
     hidden_rows: Literal["bf16", "fp32", "fp8"] = "bf16"
     """Precision of stored hidden rows."""
-    temperature: float = 1.0
-    """Divides the teacher's logits before the top-K log-probabilities are stored."""
     on_miss: Literal["fail", "build", "ce_only"] = "fail"
     """A segment that is not stored: end the run, run the teacher for it, or train its rows on CE alone."""
     readers: int = 2
@@ -76,4 +74,4 @@ class CacheConfig:
     """Build: stop after this many sequences; None: all that the recipe trains and evaluates on."""
 
     def __post_init__(self):
-        positive(self, "k", "temperature", "readers", "prefetch", "shard_bytes", "max_sequences")
+        positive(self, "k", "readers", "prefetch", "shard_bytes", "max_sequences")

@@ -49,7 +49,7 @@ class KeptTokens(NamedTuple):
     """float32 mass outside; 0 for draws."""
 
 
-def topk_extract(rows_NH: torch.Tensor, head: HeadShard, *, k: int, temperature: float = 1.0, group: dist.ProcessGroup | None = None,
+def topk_extract(rows_NH: torch.Tensor, head: HeadShard, *, k: int, group: dist.ProcessGroup | None = None,
                  window_rows: int = 512) -> KeptTokens:
     """The K largest log-probabilities of every row over the whole vocabulary, and the exact mass outside.
 
@@ -57,12 +57,12 @@ def topk_extract(rows_NH: torch.Tensor, head: HeadShard, *, k: int, temperature:
     all-gather of 8 K + 12 bytes a row and shard. Memory: two [window_rows, V] fp32 matrices. Errors: VocabMismatch where K exceeds the vocabulary.
     """
     _check_k(k, head, group)
-    parts = [_topk_window(_logits(rows_NH[i:i + window_rows], head, temperature), head, k, group) for i in range(0, len(rows_NH), window_rows)]
+    parts = [_topk_window(_logits(rows_NH[i:i + window_rows], head), head, k, group) for i in range(0, len(rows_NH), window_rows)]
     return _concat(parts, k, rows_NH.device)
 
 
-def draw_extract(rows_NH: torch.Tensor, head: HeadShard, uniforms_ND: torch.Tensor, *, temperature: float = 1.0,
-                 group: dist.ProcessGroup | None = None, window_rows: int = 128) -> KeptTokens:
+def draw_extract(rows_NH: torch.Tensor, head: HeadShard, uniforms_ND: torch.Tensor, *, group: dist.ProcessGroup | None = None,
+                 window_rows: int = 128) -> KeptTokens:
     """D draws of every row by inverse transform of `uniforms_ND` (float64 in [0, 1), equal on every shard), as distinct ids with log(count / D).
 
     Slots that repeated draws leave empty hold other ids with weight 0. Deterministic in the uniforms. Memory: about 20 bytes x window_rows x V.
@@ -72,13 +72,13 @@ def draw_extract(rows_NH: torch.Tensor, head: HeadShard, uniforms_ND: torch.Tens
     vocab_size = _total(head.num_true, group, rows_NH.device)
     parts = []
     for i in range(0, len(rows_NH), window_rows):
-        draws_RD = _draw_window(_logits(rows_NH[i:i + window_rows], head, temperature), head, uniforms_ND[i:i + window_rows].to(rows_NH.device), group)
+        draws_RD = _draw_window(_logits(rows_NH[i:i + window_rows], head), head, uniforms_ND[i:i + window_rows].to(rows_NH.device), group)
         parts.append(_distinct(draws_RD, vocab_size))
     return _concat(parts, uniforms_ND.shape[1], rows_NH.device)
 
 
-def _logits(rows_RH: torch.Tensor, head: HeadShard, temperature: float) -> torch.Tensor:
-    """fp32 [R, num_true] final logits over temperature."""
+def _logits(rows_RH: torch.Tensor, head: HeadShard) -> torch.Tensor:
+    """fp32 [R, num_true] final logits."""
     weight_VH = head.weight_VH[:head.num_true]
     if rows_RH.is_cuda and rows_RH.dtype != torch.float32:
         logits = torch.mm(rows_RH, weight_VH.t(), out_dtype=torch.float32)
@@ -89,7 +89,7 @@ def _logits(rows_RH: torch.Tensor, head: HeadShard, temperature: float) -> torch
     logits *= head.transform.scale
     if head.transform.softcap is not None:
         logits = logits.div_(head.transform.softcap).tanh_().mul_(head.transform.softcap)
-    return logits.div_(temperature) if temperature != 1.0 else logits
+    return logits
 
 
 def _topk_window(logits_RV: torch.Tensor, head: HeadShard, k: int, group: dist.ProcessGroup | None) -> KeptTokens:

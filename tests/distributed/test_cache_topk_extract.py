@@ -23,12 +23,12 @@ def problem(transform=HeadTransform()):
     return rows, head, bias
 
 
-def dense_log_probs(rows, head, bias, transform, temperature):
+def dense_log_probs(rows, head, bias, transform):
     """float64 [N, TRUE], written out."""
     logits = (rows.double() @ head[:TRUE].double().t() + bias[:TRUE].double()) * transform.scale
     if transform.softcap is not None:
         logits = transform.softcap * torch.tanh(logits / transform.softcap)
-    return (logits / temperature).log_softmax(1)
+    return (logits).log_softmax(1)
 
 
 def shard(head, bias, transform, tp, rank, padded=PADDED):
@@ -42,21 +42,21 @@ def shard(head, bias, transform, tp, rank, padded=PADDED):
     return HeadShard(weight, start, vocab.num_true(rank), local_bias, transform)
 
 
-def extract(rank, world, k, padded, transform, temperature):
+def extract(rank, world, k, padded, transform):
     rows, head, bias = problem()
     local = shard(head, bias, transform, world, rank, padded)
-    kept = topk_extract(rows, local, k=k, temperature=temperature, group=dist.group.WORLD, window_rows=10)
+    kept = topk_extract(rows, local, k=k, group=dist.group.WORLD, window_rows=10)
     uniforms = torch.rand(ROWS, 20, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    draws = draw_extract(rows, local, uniforms, temperature=temperature, group=dist.group.WORLD, window_rows=10)
+    draws = draw_extract(rows, local, uniforms, group=dist.group.WORLD, window_rows=10)
     return [t.numpy() for t in (*kept, *draws)]
 
 
 @pytest.mark.parametrize("world, padded", [(1, 112), (2, 112), (3, 111), (4, 208)])
 def test_topk_of_a_sharded_head_is_exact(ranks, world, padded):
     """4 shards of 52: the last one holds padding only."""
-    for transform, temperature in ((HeadTransform(), 1.0), (HeadTransform(scale=0.7, softcap=6.0), 2.0)):
-        results = ranks.run(extract, world, k=9, padded=padded, transform=transform, temperature=temperature)
-        want = dense_log_probs(*problem(), transform, temperature)
+    for transform in (HeadTransform(), HeadTransform(scale=0.7, softcap=6.0)):
+        results = ranks.run(extract, world, k=9, padded=padded, transform=transform)
+        want = dense_log_probs(*problem(), transform)
         values, ids = want.topk(9, dim=1)
         for result in results:
             got_ids, got, tail, draw_ids, draw_weights, _ = map(torch.from_numpy, result)
@@ -84,7 +84,7 @@ def test_k_of_the_whole_vocabulary_leaves_no_tail():
     kept = topk_extract(rows, shard(head, bias, HeadTransform(), 1, 0), k=TRUE)
     assert torch.equal(kept.tail_N, torch.zeros(ROWS))
     dense = torch.empty(ROWS, TRUE).scatter(1, kept.ids_NK, kept.log_probs_NK)
-    assert (dense.double() - dense_log_probs(rows, head, bias, HeadTransform(), 1.0)).abs().max() < 2e-5
+    assert (dense.double() - dense_log_probs(rows, head, bias, HeadTransform())).abs().max() < 2e-5
 
 
 def test_small_tails_keep_their_digits():
@@ -92,7 +92,7 @@ def test_small_tails_keep_their_digits():
     rows, head, bias = problem()
     bias[7] = 60.0
     kept = topk_extract(rows, shard(head, bias, HeadTransform(), 1, 0), k=3)
-    want = dense_log_probs(rows, head, bias, HeadTransform(), 1.0).exp().scatter(1, kept.ids_NK, 0.0).sum(1)
+    want = dense_log_probs(rows, head, bias, HeadTransform()).exp().scatter(1, kept.ids_NK, 0.0).sum(1)
     assert want.max() < 1e-6 and want.min() > 0
     assert ((kept.tail_N.double() - want).abs() / want).max() < 1e-4
 
@@ -111,7 +111,7 @@ def test_expected_draws_give_the_full_distribution():
     uniforms = torch.rand(repeats, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     kept = draw_extract(rows[:1].expand(repeats, -1), local, uniforms, window_rows=1000)
     mean = torch.zeros(TRUE, dtype=torch.float64).scatter_add(0, kept.ids_NK.flatten(), kept.log_probs_NK.exp().double().flatten()) / repeats
-    want = dense_log_probs(rows[:1], head * 0.2, bias * 0.2, HeadTransform(), 1.0).exp()[0]
+    want = dense_log_probs(rows[:1], head * 0.2, bias * 0.2, HeadTransform()).exp()[0]
     error = (want * (1 - want) / (8 * repeats)).sqrt()
     assert ((mean - want).abs() / error).max() < 5
     assert torch.allclose(mean.sum(), torch.tensor(1.0, dtype=torch.float64))

@@ -101,7 +101,7 @@ def test_rows_that_cannot_be_right_are_refused(name):
 
 
 @pytest.mark.parametrize("fields, text", [({"width": 101}, "vocabulary, 100"), ({"precision": "fp8"}, "bf16, fp32"), ({"vocab_size": 2**32 + 1}, "32-bit"),
-                                          ({"temperature": 0.0}, "above 0"), ({"kind": "logits"}, "topk, sampled or hidden")])
+                                          ({"kind": "sampled"}, "fp32 for sampled"), ({"kind": "logits"}, "topk, sampled or hidden")])
 def test_payloads_that_cannot_be_right_are_refused(fields, text):
     with pytest.raises(ConfigError, match=text):
         PayloadSpec(**{"kind": "topk", "width": 4, "vocab_size": 100, **fields})

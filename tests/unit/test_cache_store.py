@@ -64,19 +64,19 @@ def test_documents_packed_in_another_way_are_found(tmp_path):
         check_read(reader.read(samples.block(documents[1][None])), samples.block(documents[1][None]))
 
 
-def test_padding_does_not_change_the_key_where_the_pad_id_is_known():
+def test_padding_does_not_change_the_key():
     tokens, pad = samples.random_tokens(1, 8)[0], 3
     tokens[-1] = 5
-    keys = []
+    keys, asked_padding = [], []
     for length in (9, 10, 16):
         row = torch.full((1, length), pad)
         row[0, :8] = tokens
-        mask = (torch.arange(length) < 7)[None]
-        keys.append(next(split(samples.block(row, mask), pad_id=pad)).key)
-        if length > 9:
-            assert next(split(samples.block(row, mask))).key != keys[0], "without a pad id every token counts"
-            assert next(split(samples.block(row), pad_id=pad)).key != keys[0], "asked rows in the padding keep it"
-    assert len(set(keys)) == 1
+        keys.append(next(split(samples.block(row, (torch.arange(length) < 7)[None]))).key)
+        asked_padding.append(next(split(samples.block(row))).key)
+    assert len(set(keys)) == 1 and keys[0] == asked_padding[0]
+    assert len(set(asked_padding)) == 3, "asked rows in the padding keep it"
+    tokens[3] = 77
+    assert next(split(samples.block(tokens[None]))).key != keys[0]
 
 
 def test_the_key_depends_on_ids_and_on_shifted_positions_only():
