@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, default=256, help="sequences of a step (default 256)")
     parser.add_argument("--placement", choices=PLACEMENTS, action="append", help="only this one; may be repeated")
     for name in ("tp", "pp", "ep", "cp", "micro-batch", "replicas"):
-        parser.add_argument(f"--{name}", type=int, help="pin this value of the student" if name != "replicas" else "pin the number of teacher replicas")
+        parser.add_argument(f"--{name}", type=int, help="pin the number of teacher replicas" if name == "replicas" else "pin it for the student")
     parser.add_argument("--max-cp", type=int, default=1, help="largest context-parallel degree to try (default 1)")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="pin the student's activation recompute")
     parser.add_argument("--payload", choices=("topk", "hidden"), default="topk", help="what a cache holds (default topk)")
@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help="write JSON to FILE, or to stdout instead of tables")
     parser.add_argument("--plot", metavar="FILE", help="write a picture: memory per stage, frontier")
     parser.add_argument("--brief", action="store_true", help="summary table and recommendation only")
-    parser.add_argument("--predict-runs", nargs=2, metavar=("RUNS.json", "OUT.json"), help="write the predictions of a list of runs, to be held against measurements")
+    parser.add_argument("--predict-runs", nargs=2, metavar=("RUNS.json", "OUT.json"),
+                        help="write the predictions of a list of runs, to be held against measurements")
     parser.add_argument("--write-runs", nargs=2, metavar=("RUNS.json", "FOLDER"), help="write recipes and model configs of that list")
 
 
@@ -65,13 +66,15 @@ def run(args: argparse.Namespace) -> int:
     rates = Rates.measured(args.measured) if args.measured else Rates()
     template, given = _template(args)
     num_gpus = args.gpus or template.num_gpus
-    limits = Limits(tp=args.tp, pp=args.pp, ep=args.ep, cp=args.cp, micro_batch=args.micro_batch, recompute=args.recompute, replicas=args.replicas, max_cp=args.max_cp)
+    limits = Limits(tp=args.tp, pp=args.pp, ep=args.ep, cp=args.cp, micro_batch=args.micro_batch, recompute=args.recompute, replicas=args.replicas,
+                    max_cp=args.max_cp)
     found: dict[str, Found] = {}
     for placement in args.placement or PLACEMENTS:
         if given and placement == template.placement:
             tight = min(all_stages(template), key=lambda stage: stage.headroom)
             candidate = Candidate(job=template, memory=tight, speed=speed(template, rates, cache_epochs=args.cache_epochs))
-            found[placement] = Found(best=(candidate,) * tight.fits, reasons={}, nearest=None if tight.fits else tight, nearest_job=None if tight.fits else template)
+            found[placement] = Found(best=(candidate,) * tight.fits, reasons={}, nearest=None if tight.fits else tight,
+                                     nearest_job=None if tight.fits else template)
         else:
             found[placement] = search(template, placement, num_gpus, rates, limits=limits, keep=args.keep, cache_epochs=args.cache_epochs)
     plan = make_plan(found, rates, price=args.price, cache_epochs=args.cache_epochs)
@@ -98,12 +101,14 @@ def make_plan(found: dict[str, Found], rates: Rates, *, price: float | None = No
         if job is None:
             refused[placement] = result.why_none
             continue
-        entries.append(PlacementPlan(job=job, stages=tuple(all_stages(job)), speed=speed(job, rates, cache_epochs=cache_epochs), largest_seq=largest_sequence(job),
+        entries.append(PlacementPlan(job=job, stages=tuple(all_stages(job)), speed=speed(job, rates, cache_epochs=cache_epochs),
+                                     largest_seq=largest_sequence(job),
                                      largest_teacher=largest_teacher(job)))
     jobs = {entry.job.placement: entry.job for entry in entries}
     base = entries[0].job if entries else None
+    sharded = "sharded over data parallelism" if base and base.distributed_optimizer else "not sharded"
     assumed = ["routing spreads tokens evenly over experts", "embedding, heads and norms as in the checkpoint; no MTP, no vision tower",
-               "fp32 gradients, fp32 master weights and Adam moments, sharded over data parallelism" if base and base.distributed_optimizer else "optimizer state not sharded"]
+               f"fp32 gradients, fp32 master weights and Adam moments, {sharded}"]
     if rates.student_tokens_s_gpu is None:
         assumed.append(f"compute at {rates.dense:.0%} (dense), {rates.moe:.0%} (MoE) and {rates.loss:.0%} (loss) of peak: replace with --measured")
     edge = tuple(frontier(jobs.get("colocated"), jobs.get("streamed")))
@@ -126,7 +131,8 @@ def _template(args: argparse.Namespace) -> tuple[Job, bool]:
     """(job, whether it is a recipe's own)."""
     if args.recipe:
         if args.teacher or args.student:
-            raise PlanError(rule("--teacher/--student", (args.teacher, args.student), "a recipe names its models", "Give either a recipe or two models"))
+            raise PlanError(rule("--teacher/--student", (args.teacher, args.student), "a recipe names its models",
+                                 "Give either a recipe or two models"))
         from megatron_kd.config.load import load
         from megatron_kd.plan.recipe import job_from_recipe
 
@@ -140,7 +146,8 @@ def _template(args: argparse.Namespace) -> tuple[Job, bool]:
     for name in ("gpus", "seq", "global_batch", "k", "cache_epochs"):
         if getattr(args, name) < 1:
             raise PlanError(rule(f"--{name.replace('_', '-')}", getattr(args, name), "must be at least 1", "Give a positive number"))
-    return Job(student=load_model(args.student), teacher=load_model(args.teacher), placement="colocated", gpu=_gpu(args), layout=ParallelLayout(), seq=args.seq,
+    return Job(student=load_model(args.student), teacher=load_model(args.teacher), placement="colocated", gpu=_gpu(args), layout=ParallelLayout(),
+               seq=args.seq,
                global_batch=args.global_batch, payload=args.payload, top_k=args.k, row_share=args.row_share, loss=args.loss), False
 
 
@@ -158,8 +165,10 @@ def _emit(args: argparse.Namespace, plan: Plan, found: dict[str, Found]) -> None
 def _write_json(args: argparse.Namespace, plan: Plan, found: dict[str, Found]) -> None:
     content = as_dict(plan)
     if args.search:
-        content["search"] = {name: {"best": [{"job": job_dict(c.job), "gpu_hours_per_billion": c.speed.gpu_hours_per_billion, "total_bytes": c.memory.total} for c in result.best],
-                                    "reasons": result.reasons, "why_none": None if result.best else result.why_none} for name, result in found.items()}
+        content["search"] = {name: {"best": [{"job": job_dict(c.job), "gpu_hours_per_billion": c.speed.gpu_hours_per_billion,
+                                              "total_bytes": c.memory.total} for c in result.best],
+                                    "reasons": result.reasons, "why_none": None if result.best else result.why_none} for name,
+                             result in found.items()}
     text = json.dumps(content, indent=1)
     if args.json == "-":
         print(text)
@@ -174,7 +183,8 @@ def _search_text(found: dict[str, Found]) -> str:
         lines.append(f"\n{placement}:" if result.best else f"\n{placement}: {result.why_none}")
         for c in result.best:
             teacher = f", teacher {c.job.teacher_replicas} x ({c.job.teacher_shard.describe()})" if placement == "streamed" else ""
-            lines.append(f"  {c.job.layout.describe()}{teacher}, micro-batch {c.job.micro_batch}, recompute {c.job.recompute}, global batch {c.job.global_batch}: "
+            settings = f"micro-batch {c.job.micro_batch}, recompute {c.job.recompute}, batch {c.job.global_batch}"
+            lines.append(f"  {c.job.layout.describe()}{teacher}, {settings}: "
                          f"{c.memory.total / 2**30:.1f} GiB, {c.speed.gpu_hours_per_billion:.0f} GPU-hours per billion tokens")
         lines += [f"  left out, {num}: {reason}" for reason, num in result.reasons.items()]
     return "\n".join(lines)

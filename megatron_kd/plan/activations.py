@@ -98,7 +98,8 @@ def _norm(spec: ActivationSpec, z: _Sizes, name: str, h: int) -> list[Saved]:
     if spec.kernels == "te":
         return [Saved(f"{name} input", z.sp(h)), Saved(f"{name} output", z.sp(h)), Saved(f"{name} statistics", z.sp(1, 4))]
     # torch.rms_norm on the CPU keeps its input, the input times its inverse root, and the root; then the weight's product
-    return [Saved(f"{name} input", z.sp(h)), Saved(f"{name} normalised", z.sp(h)), Saved(f"{name} output", z.sp(h)), Saved(f"{name} statistics", z.sp(1))]
+    return [Saved(f"{name} input", z.sp(h)), Saved(f"{name} normalised", z.sp(h)), Saved(f"{name} output", z.sp(h)),
+            Saved(f"{name} statistics", z.sp(1))]
 
 
 def final_norm_saved(model: ModelShape, spec: ActivationSpec) -> float:
@@ -123,7 +124,8 @@ def attention_block(model: ModelShape, spec: ActivationSpec) -> Block:
             saved += [Saved("log-sum-exp", z.tp(heads, 4))]
     elif not core_recompute:
         saved += [Saved("attention probabilities", z.tp(heads * spec.seq))]
-    saved += [Saved("attention output", z.tp(q)), Saved("rotary tables", 4 * model.head_dim * model.rotary_share * spec.dtype_bytes / spec.micro_batch)]
+    tables = 4 * model.head_dim * model.rotary_share * spec.dtype_bytes / spec.micro_batch
+    saved += [Saved("attention output", z.tp(q)), Saved("rotary tables", tables)]
     if model.output_gate:
         saved += [Saved("gate", z.tp(q)), Saved("gated output", z.tp(q))]
     width = q * (2 if model.output_gate else 1) + 2 * kv
@@ -137,8 +139,8 @@ def attention_block(model: ModelShape, spec: ActivationSpec) -> Block:
 
 
 def _torch_recurrence(model: ModelShape, z: _Sizes) -> list[Saved]:
-    """What autograd keeps of Megatron's torch_chunk_gated_delta_rule: row i of a chunk's inverse copies an i x i block, so a chunk of C rows keeps the
-    sum of i^2 + i; seven more C x C matrices; and about five tensors of the width of q and of v. The projection's whole output stays alive."""
+    """What autograd keeps of Megatron's torch_chunk_gated_delta_rule: row i of a chunk's inverse copies an i x i block, so a chunk of C rows keeps
+    the sum of i^2 + i; seven more C x C matrices; and about five tensors of the width of q and of v. The projection's output stays alive."""
     g = model.gdn
     wide, heads = g.value_heads * g.key_dim, g.value_heads
     rows = sum(i * i + i for i in range(1, CHUNK)) / CHUNK
@@ -155,13 +157,15 @@ def gdn_block(model: ModelShape, spec: ActivationSpec) -> Block:
     saved = _norm(spec, z, "input norm", h)
     saved += [Saved("convolution input", z.tp(2 * qk + v)), Saved("q and k before repetition", z.tp(2 * qk)),
               Saved("q, k, v of the delta rule", z.tp((2 * wide if wide != qk else 0) + v)), Saved("decay and beta", z.tp(heads, 4) + z.tp(heads)),
-              Saved("chunk matrices", z.tp(heads * CHUNK)), Saved("delta-rule output", z.tp(v)), Saved("gate", z.tp(v)), Saved("output norm", z.tp(v)),
+              Saved("chunk matrices", z.tp(heads * CHUNK)), Saved("delta-rule output", z.tp(v)), Saved("gate", z.tp(v)),
+              Saved("output norm", z.tp(v)),
               Saved("projection input", z.tp(v)), Saved("decay inputs", 2 * z.tp(heads))]
     if spec.kernels == "torch":
         saved += _torch_recurrence(model, z)
     # w, u, v_new, dv; h and dh of all chunks; dq, dk
     extra = z.sp(h) + z.tp(2 * wide + 5 * v) + 2 * z.tp(states) + 2 * z.tp(wide)
-    return Block(saved=tuple(_drop_norms(saved, spec)), backward_extra=extra, weight_grad=spec.dtype_bytes * h * (2 * qk + 2 * v + 2 * heads) // spec.tp,
+    return Block(saved=tuple(_drop_norms(saved, spec)), backward_extra=extra,
+                 weight_grad=spec.dtype_bytes * h * (2 * qk + 2 * v + 2 * heads) // spec.tp,
                  weight_grad_extra=z.tp(2 * qk + 2 * v) + 2 * z.sp(h) - sum(item.bytes for item in saved[3:]))
 
 
@@ -230,7 +234,8 @@ def layer_blocks(model: ModelShape, layer: int, spec: ActivationSpec) -> tuple[B
 
 @lru_cache(maxsize=4096)
 def _blocks(model: ModelShape, gdn: bool, spec: ActivationSpec) -> tuple[Block, Block]:
-    return gdn_block(model, spec) if gdn else attention_block(model, spec), dense_mlp_block(model, spec) if model.moe is None else moe_block(model, spec)
+    return gdn_block(model, spec) if gdn else attention_block(model, spec), dense_mlp_block(model, spec) if model.moe is None else moe_block(model,
+                                                                                                                                             spec)
 
 
 def layer_saved(model: ModelShape, layer: int, spec: ActivationSpec) -> float:
@@ -248,7 +253,8 @@ def layer_backward_extra(model: ModelShape, layer: int, spec: ActivationSpec, to
     again = mixer.saved_bytes + mlp.saved_bytes if spec.recompute == "full" else 0.0
     moments = [mlp.backward_extra, -mlp.saved_bytes + mixer.backward_extra]
     at_grads = [(mlp.weight_grad_extra, mlp.weight_grad), (-mlp.saved_bytes + mixer.weight_grad_extra, mixer.weight_grad)]
-    return int(max(0, *(tokens * (again + extra) for extra in moments), *(tokens * (again + extra) + grad * weight_gradients for extra, grad in at_grads)))
+    return int(max(0, *(tokens * (again + extra) for extra in moments), *(tokens * (again + extra) + grad * weight_gradients for extra,
+                                                                          grad in at_grads)))
 
 
 def layer_forward_peak(model: ModelShape, layer: int, spec: ActivationSpec) -> float:

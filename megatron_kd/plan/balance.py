@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_kd.errors import PlanError, rule
 from megatron_kd.plan.flops import decoder_flops, loss_flops, student_flops, teacher_flops
 from megatron_kd.plan.job import Job
-from megatron_kd.plan.traffic import Flow, student_flows, teacher_flows
+from megatron_kd.plan.traffic import Flow, student_flows, target_traffic, teacher_flows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Rates:
             degrees = dict(part.split("=") for part in values.get("layout", "").split() if "=" in part)
             student = values["tokens_per_s"] / math.prod(int(degrees.get(axis, 1)) for axis in ("tp", "pp", "cp", "dp"))
         if student is None and teacher is None:
-            raise PlanError(rule("--measured", path, "needs student_tokens_per_s_per_gpu or teacher_tokens_per_s_per_gpu, or a streamed or cached run's summary",
+            raise PlanError(rule("--measured", path, "needs {student,teacher}_tokens_per_s_per_gpu or the summary of a streamed or cached run",
                                  "Add the key that you measured (a colocated run's speed is of both models together)"))
         if any(value is not None and not value > 0 for value in (student, teacher)):
             raise PlanError(rule("--measured", (student, teacher), "tokens a second must be above 0", "Measure after warm-up"))
@@ -139,12 +139,12 @@ def speed(job: Job, rates: Rates, *, cache_epochs: int = 1) -> Speed:
         replicas, depth = replicas_needed(job, rates), ring_depth_needed(job, rates)
         step_s = max(student_s, teacher_s)
     else:
-        head = job.tokens_per_step * 2.0 * job.teacher.vocab * job.teacher.hidden / (job.gpu.bf16_flops * rates.loss) if job.payload == "topk" else 0.0
-        extra_gpu_s = (teacher_s * job.teacher_shard.world_size + head) / cache_epochs
+        head_flops = job.tokens_per_step * 2.0 * job.teacher.vocab * job.teacher.hidden if job.payload == "topk" else 0.0
+        extra_gpu_s = (teacher_s * job.teacher_shard.world_size + head_flops / (job.gpu.bf16_flops * rates.loss)) / cache_epochs
         teacher_s = 0.0
     flows = student_flows(job)
-    network = sum(flow.network_bytes for flow in flows) + (job.tokens_per_step * job.row_share * job.teacher.hidden * 2 / (job.layout.world_size // job.layout.pp)
-                                                           if job.placement == "streamed" else 0.0)
+    received = target_traffic(job).hidden_bytes * job.layout.pp / job.layout.world_size if job.placement == "streamed" else 0.0
+    network = sum(flow.network_bytes for flow in flows) + received
     limit = _network_limit(job, flows, step_s)
     gpu_s = step_s * job.num_gpus + extra_gpu_s
     return Speed(step_s=step_s, student_s=student_s, teacher_s=teacher_s, tokens_s=job.tokens_per_step / step_s,

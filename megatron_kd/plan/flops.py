@@ -33,7 +33,7 @@ def decoder_flops(model: ModelShape, seq: int) -> float:
 
 
 def student_flops(job: Job) -> float:
-    """FLOPs a token of the student's decoder: forward once, backward twice (once for weights, which adapters leave out); what is recomputed once more."""
+    """FLOPs a token of the student's decoder: forward, as much for gradients of inputs and of weights (not with adapters), and what is recomputed."""
     forward = decoder_flops(job.student, job.seq)
     again = {"none": 0.0, "selective": mixing_flops(job.student, job.seq), "full": forward}[job.recompute]
     weight_gradients = 0.0 if job.lora_rank else 2.0 * active_matmul_params(job.student)

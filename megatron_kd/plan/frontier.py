@@ -17,7 +17,7 @@ def sequence_unit(job: Job) -> int:
 
 
 def largest_sequence(job: Job) -> int | None:
-    """Longest sequence (same micro-batch, a multiple of sequence_unit) that fits every GPU of `job`, up to what both models take; None: not even one unit."""
+    """Longest sequence (same micro-batch, multiple of sequence_unit) that fits every GPU of `job`, as far as both models go; None: not one unit."""
     unit = sequence_unit(job)
     low, high = 0, min(job.student.max_position, job.teacher.max_position) // unit
     while low < high:

@@ -44,7 +44,8 @@ GPUS = {gpu.name: gpu for gpu in (
 def cpu(num_ranks: int) -> Gpu:
     """A rank of this machine's CPU: an equal share of its memory; 50 GFLOP/s and loopback rates are assumed."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Gpu(name="cpu rank", memory_bytes=memory // num_ranks, bf16_flops=50e9, nvlink_bytes_s=5e9, network_bytes_s=1e9, gpus_per_node=max(8, num_ranks))
+    return Gpu(name="cpu rank", memory_bytes=memory // num_ranks, bf16_flops=50e9, nvlink_bytes_s=5e9, network_bytes_s=1e9,
+               gpus_per_node=max(8, num_ranks))
 
 
 def gpu(name: str) -> Gpu:

@@ -80,7 +80,8 @@ class Job:
         elif self.teacher_layout is not None:
             check_layout(self.teacher, self.teacher_layout, "teacher")
         if self.teacher.vocab != self.student.vocab and abs(self.teacher.vocab - self.student.vocab) > 0.01 * self.student.vocab:
-            raise PlanError(rule("vocab", (self.student.vocab, self.teacher.vocab), f"{self.student.name} and {self.teacher.name} must share one tokenizer",
+            raise PlanError(rule("vocab", (self.student.vocab, self.teacher.vocab),
+                                 f"{self.student.name} and {self.teacher.name} must share one tokenizer",
                                  "Choose a pair of one family"))
         for name, model in (("student", self.student), ("teacher", self.teacher)):
             if self.seq > model.max_position:
@@ -92,7 +93,8 @@ class Job:
             raise PlanError(rule("global_batch", self.global_batch, f"must divide by micro_batch x dp = {self.micro_batch * self.layout.dp}",
                                  "Choose a multiple, or a smaller dp"))
         if self.layout.vpp and self.num_micro_batches % self.layout.pp:
-            raise PlanError(rule("global_batch", self.global_batch, f"interleaving needs micro-batches in multiples of pp = {self.layout.pp}", "Choose a multiple"))
+            raise PlanError(rule("global_batch", self.global_batch, f"interleaving needs micro-batches in multiples of pp = {self.layout.pp}",
+                                 "Choose a multiple"))
 
     @property
     def trains_head(self) -> bool:
@@ -142,6 +144,7 @@ class Job:
         """How a layer of the student (or of the teacher, with its layout) is split."""
         layout = layout or self.layout
         fused = self.fused_activation if self.fused_activation is not None else (self.student if training else self.teacher).fuses_activation
-        return ActivationSpec(fused_activation=fused, micro_batch=self.micro_batch, tp=layout.tp, sequence_parallel=layout.sequence_parallel, ep=layout.ep, expert_tp=layout.expert_tp, seq=self.seq // layout.cp,
+        return ActivationSpec(fused_activation=fused, micro_batch=self.micro_batch, tp=layout.tp, sequence_parallel=layout.sequence_parallel,
+                              ep=layout.ep, expert_tp=layout.expert_tp, seq=self.seq // layout.cp,
                               kernels=self.kernels, dtype_bytes=self.dtype_bytes, recompute=self.recompute if training else "none",
                               recompute_modules=self.recompute_modules)

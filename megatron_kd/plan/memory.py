@@ -26,8 +26,8 @@ NCCL_COMMUNICATOR = 200 * MIB
 LIBRARY_WORKSPACE = 32 * MIB
 """cuBLAS workspace that PyTorch and Transformer Engine each hold on Hopper; grouped GEMM holds four more. Inside the allocator."""
 DENSE_KD_BYTES = {"hidden": 36, "top_k": 20}
-"""Bytes per (row x local vocabulary column) at the peak of a dense loss, tensor parallel, counted tensor by tensor with bf16 logits included: full logits of
-both models as ModelOpt's Megatron plugin computes KL; student logits against cached top-K as Megatron-LM's offline distillation does."""
+"""Bytes per (row x local vocabulary column) at the peak of a dense loss, tensor parallel, counted tensor by tensor, bf16 logits included: full logits
+of both models as ModelOpt's Megatron plugin computes KL; student logits against cached top-K as Megatron-LM's offline distillation does."""
 SLACK_SHARE = 0.05
 """Fragmentation, as a share of what comes and goes. Allowance."""
 
@@ -111,7 +111,8 @@ def state_items(weights: tuple[Weight, ...], layout: ParallelLayout, *, dtype_by
     state = 12 if dtype_bytes == 2 else 8
     if not distributed_optimizer:
         n = local_numel(trained, layout)
-        return [Item(name="weights", bytes=local_numel(weights, layout) * dtype_bytes, group="weights"), Item(name="gradients fp32", bytes=n * 4, group="gradients"),
+        return [Item(name="weights", bytes=local_numel(weights, layout) * dtype_bytes, group="weights"),
+                Item(name="gradients fp32", bytes=n * 4, group="gradients"),
                 Item(name="optimizer state", bytes=n * state, group="optimizer")]
     def shard(is_expert: bool, padded: int, ranks: int) -> int:  # padding has no state
         return min(padded // ranks, local_numel(trained, layout, expert=is_expert))
@@ -121,13 +122,15 @@ def state_items(weights: tuple[Weight, ...], layout: ParallelLayout, *, dtype_by
     expert = buffer_numel(trained, layout, expert=True, num_shards=expert_ranks)
     return [Item(name="weights", bytes=(dense + expert + local_numel(frozen, layout)) * dtype_bytes, group="weights"),
             Item(name="gradients fp32", bytes=(dense + expert) * 4, group="gradients"),
-            Item(name="optimizer state, sharded", bytes=state * (shard(False, dense, dense_ranks) + shard(True, expert, expert_ranks)), group="optimizer")]
+            Item(name="optimizer state, sharded", bytes=state * (shard(False, dense, dense_ranks) + shard(True, expert, expert_ranks)),
+                 group="optimizer")]
 
 
 def _activations(job: Job, stage: int) -> tuple[int, int]:
     """(bytes kept by all micro-batches in flight, worst extra of one layer's backward) of the student on `stage`."""
     spec, kinds = job.spec(), stage_kinds(job.student, job.layout, stage)
-    kept = sum(layer_saved(job.student, layer, spec) * num for layer, num in kinds) * job.local_tokens * in_flight(job.layout, stage, job.num_micro_batches)
+    kept = sum(layer_saved(job.student, layer, spec) * num for layer, num in kinds) * job.local_tokens * in_flight(job.layout, stage,
+                                                                                                                   job.num_micro_batches)
     extra = max(layer_backward_extra(job.student, layer, spec, job.local_tokens, weight_gradients=job.lora_rank is None) for layer, _ in kinds)
     if stage == job.layout.pp - 1:
         kept += final_norm_saved(job.student, spec) * job.local_tokens
@@ -169,7 +172,8 @@ def _head(job: Job) -> Item:
 
 def _teacher_items(job: Job, stage: int) -> list[Item]:
     """Frozen weights of a colocated teacher on `stage`, its head included."""
-    return [Item(name="teacher weights", bytes=local_numel(stage_weights(job.teacher, job.teacher_shard, stage), job.teacher_shard) * job.dtype_bytes, group="teacher")]
+    return [Item(name="teacher weights", bytes=local_numel(stage_weights(job.teacher, job.teacher_shard, stage),
+                                                           job.teacher_shard) * job.dtype_bytes, group="teacher")]
 
 
 def _forward_peak(job: Job, layout: ParallelLayout, stage: int) -> int:
@@ -189,7 +193,8 @@ def _outside(job: Job, layout: ParallelLayout, moving: int) -> list[Item]:
 def _small(job: Job, moe: bool) -> Item:
     """Library workspaces, token tensors and rotary tables."""
     spaces = (2 + 4 * moe) * LIBRARY_WORKSPACE if job.kernels == "te" else 0
-    return Item(name="workspaces, tokens, tables", bytes=spaces + job.local_tokens * 32 + job.seq * job.student.head_dim * 12, group="activations", exact=False)
+    return Item(name="workspaces, tokens, tables", bytes=spaces + job.local_tokens * 32 + job.seq * job.student.head_dim * 12, group="activations",
+                exact=False)
 
 
 def _state(job: Job, stage: int) -> list[Item]:
@@ -244,7 +249,8 @@ def _moments(job: Job, stage: int) -> dict[str, list[Item]]:
     if job.placement == "colocated":
         # without pipelining the teacher runs when the loss asks for its rows: the student's activations are all there
         before = [] if layout.pp > 1 else [alive]
-        moments["teacher forward"] = before + [Item(name="teacher activations", bytes=_forward_peak(job, job.teacher_shard, stage), group="teacher", exact=False)]
+        moments["teacher forward"] = before + [Item(name="teacher activations", bytes=_forward_peak(job, job.teacher_shard, stage), group="teacher",
+                                                    exact=False)]
     return moments
 
 
@@ -253,7 +259,8 @@ def loss_shape(job: Job) -> loss_sizes.LossShape:
     top_k = job.placement == "cached" and job.payload == "topk"
     return loss_sizes.LossShape(
         num_rows=job.local_rows, num_columns=shard_columns(job), hidden_s=job.student.hidden, hidden_t=0 if top_k else job.teacher.hidden,
-        dtype_bytes=job.dtype_bytes, signal="top_k" if top_k else "hidden", top_k=job.top_k if top_k else 0, divergence=job.divergence, tp=job.layout.tp,
+        dtype_bytes=job.dtype_bytes, signal="top_k" if top_k else "hidden", top_k=job.top_k if top_k else 0, divergence=job.divergence,
+        tp=job.layout.tp,
         sequence_parallel=job.layout.sequence_parallel, window_rows=job.window_rows, device_type="cuda" if job.kernels == "te" else "cpu",
         freeze_head=not job.trains_head)
 

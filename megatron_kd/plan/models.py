@@ -125,7 +125,8 @@ class ModelShape:
 HUB = {
     "gpt-oss-20b": "openai/gpt-oss-20b", "gpt-oss-120b": "openai/gpt-oss-120b", "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct", "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "qwen3.5-0.8b": "Qwen/Qwen3.5-0.8B", "qwen3.5-2b": "Qwen/Qwen3.5-2B", "qwen3.5-4b": "Qwen/Qwen3.5-4B", "qwen3.5-9b": "Qwen/Qwen3.5-9B", "qwen3.5-27b": "Qwen/Qwen3.5-27B",
+    "qwen3.5-0.8b": "Qwen/Qwen3.5-0.8B", "qwen3.5-2b": "Qwen/Qwen3.5-2B", "qwen3.5-4b": "Qwen/Qwen3.5-4B", "qwen3.5-9b": "Qwen/Qwen3.5-9B",
+    "qwen3.5-27b": "Qwen/Qwen3.5-27B",
     "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B", "qwen3.5-122b-a10b": "Qwen/Qwen3.5-122B-A10B", "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B",
 }
 """Hub names of the known models, for emitted recipes."""
@@ -163,7 +164,8 @@ def _config_path(name_or_path: str) -> Path:
     if not path.is_file():
         path = known if known.is_file() else path
     if not path.is_file():
-        raise PlanError(rule("model", name_or_path, "must be a Hugging Face config.json, a folder that holds one, or one of " + ", ".join(known_names()),
+        known_text = ", ".join(known_names())
+        raise PlanError(rule("model", name_or_path, f"must be a Hugging Face config.json, a folder that holds one, or one of {known_text}",
                              "Download the model's config.json (a few KB) and pass its path"))
     return path
 
@@ -190,12 +192,18 @@ def _common(text: dict[str, Any], name: str, family: str) -> dict[str, Any]:
         kv_heads=text.get("num_key_value_heads") or heads, head_dim=text.get("head_dim") or text["hidden_size"] // heads,
         ffn=text.get("intermediate_size") or 0, vocab=text["vocab_size"], tied=bool(text.get("tie_word_embeddings", False)),
         max_position=text.get("max_position_embeddings") or 2**31,
-        rotary_share=(text.get("rope_parameters") or {}).get("partial_rotary_factor") or text.get("partial_rotary_factor") or (0.25 if family.startswith("qwen3_5") else 1.0))
+        rotary_share=_rotary_share(text, family))
+
+
+def _rotary_share(text: dict[str, Any], family: str) -> float:
+    given = (text.get("rope_parameters") or {}).get("partial_rotary_factor") or text.get("partial_rotary_factor")
+    return given or (0.25 if family.startswith("qwen3_5") else 1.0)
 
 
 def _llama(common: dict[str, Any], text: dict[str, Any]) -> ModelShape:
     if text.get("mlp_bias") or text.get("attention_bias"):
-        raise PlanError(rule("attention_bias/mlp_bias", True, "a llama config with biases is not counted", "Plan without the biases: they are below 0.1% of the weights"))
+        raise PlanError(rule("attention_bias/mlp_bias", True, "a llama config with biases is not counted",
+                             "Plan without the biases: they are below 0.1% of the weights"))
     return ModelShape(**common)
 
 

@@ -76,10 +76,12 @@ def mlp_weights(model: ModelShape) -> list[Weight]:
     """Pre-MLP norm and MLP or mixture of experts of one decoder layer."""
     h = model.hidden
     if model.moe is None:
-        return [Weight(name="linear_fc1.layer_norm", numel=h, shard="copy", group="norm"), Weight(name="linear_fc1", numel=2 * model.ffn * h, group="mlp"),
+        return [Weight(name="linear_fc1.layer_norm", numel=h, shard="copy", group="norm"),
+                Weight(name="linear_fc1", numel=2 * model.ffn * h, group="mlp"),
                 Weight(name="linear_fc2", numel=model.ffn * h, group="mlp")]
     m = model.moe
-    out = [Weight(name="pre_mlp_layernorm", numel=h, shard="copy", group="norm"), Weight(name="router", numel=m.experts * h, shard="copy", group="router")]
+    out = [Weight(name="pre_mlp_layernorm", numel=h, shard="copy", group="norm"),
+           Weight(name="router", numel=m.experts * h, shard="copy", group="router")]
     out += [Weight(name="router.bias", numel=m.experts, shard="copy", group="router")] * model.linear_bias
     out += [Weight(name="experts.linear_fc1", numel=2 * m.ffn * h, shard="expert", copies=m.experts, group="experts"),
             Weight(name="experts.linear_fc2", numel=m.ffn * h, shard="expert", copies=m.experts, group="experts")]
@@ -87,7 +89,8 @@ def mlp_weights(model: ModelShape) -> list[Weight]:
         out += [Weight(name="experts.linear_fc1.bias", numel=2 * m.ffn, shard="expert", copies=m.experts, group="experts"),
                 Weight(name="experts.linear_fc2.bias", numel=h, shard="expert_bias", copies=m.experts, group="experts")]
     if m.shared_ffn:
-        out += [Weight(name="shared_experts.gate", numel=h, shard="copy", group="mlp"), Weight(name="shared_experts.linear_fc1", numel=2 * m.shared_ffn * h, group="mlp"),
+        out += [Weight(name="shared_experts.gate", numel=h, shard="copy", group="mlp"),
+                Weight(name="shared_experts.linear_fc1", numel=2 * m.shared_ffn * h, group="mlp"),
                 Weight(name="shared_experts.linear_fc2", numel=m.shared_ffn * h, group="mlp")]
     return out
 
@@ -101,7 +104,8 @@ def stage_layers(model: ModelShape, layout: ParallelLayout, stage: int) -> list[
     """Indices of the decoder layers that pipeline stage `stage` holds (all its virtual chunks). Errors: PlanError where they do not divide."""
     chunks = layout.pp * (layout.vpp or 1)
     if model.num_layers % chunks:
-        raise PlanError(rule("pp", layout.pp, f"{model.name} has {model.num_layers} layers, which must divide by pp x vpp = {chunks}", "Choose a divisor"))
+        raise PlanError(rule("pp", layout.pp, f"{model.name} has {model.num_layers} layers, which must divide by pp x vpp = {chunks}",
+                             "Choose a divisor"))
     size = model.num_layers // chunks
     return [i for i in range(model.num_layers) if (i // size) % layout.pp == stage]
 
@@ -154,7 +158,8 @@ def adapter_numel(model: ModelShape, layout: ParallelLayout, stage: int, rank: i
     total = 0
     for layer in stage_layers(model, layout, stage):
         for weight in layer_weights(model, layer):
-            if weight.group in ("norm", "router") or weight.name.endswith(".bias") or weight.numel % model.hidden or weight.name in ("dt_bias", "A_log", "conv1d", "shared_experts.gate"):
+            is_linear = weight.group not in ("norm", "router") and weight.numel % model.hidden == 0
+            if not is_linear or weight.name.endswith(".bias") or weight.name in ("dt_bias", "A_log", "conv1d", "shared_experts.gate"):
                 continue
             total += rank * (model.hidden + weight.numel // model.hidden // layout.tp)
     return total
@@ -207,7 +212,8 @@ def check_layout(model: ModelShape, layout: ParallelLayout, role: str) -> None:
     if model.gdn is not None and (model.gdn.key_heads % layout.tp or model.gdn.value_heads % layout.tp):
         refuse("tp", layout.tp, f"{model.gdn.key_heads} and {model.gdn.value_heads} delta-net heads must divide by tp", "Choose a divisor")
     if model.gdn is not None and layout.tp > 1 and not layout.sequence_parallel:
-        refuse("tp", layout.tp, "without sequence parallelism Megatron does not reduce the delta net's out_norm gradient over tp", "Set sequence_parallel")
+        refuse("tp", layout.tp, "without sequence parallelism Megatron does not reduce the delta net's out_norm gradient over tp",
+               "Set sequence_parallel")
     if model.moe is None:
         if layout.ep > 1:
             refuse("ep", layout.ep, "a dense model has no experts", "Set ep=1")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron_kd.plan.report import GIB, Plan
 
-GROUPS = {"weights": "student weights", "gradients": "gradients", "optimizer": "optimizer state", "activations": "activations", "loss": "loss", "targets": "teacher rows, ring",
+GROUPS = {"weights": "student weights", "gradients": "gradients", "optimizer": "optimizer state", "activations": "activations", "loss": "loss",
+          "targets": "teacher rows, ring",
           "teacher": "teacher", "outside": "context, slack"}
 COLOURS = ("#4878a8", "#7aa6c2", "#a9c9d8", "#e3a857", "#d1603d", "#8f6fb0", "#5d8a4e", "#bbbbbb")
 
@@ -51,7 +52,8 @@ def _draw_frontier(plan: Plan, axes) -> None:
         axes.set_axis_off()
         return
     for name, colour in (("colocated", "#d1603d"), ("streamed", "#4878a8")):
-        axes.plot([point.seq for point in plan.frontier], [getattr(point, name) / 1e9 for point in plan.frontier], marker="o", color=colour, label=name)
+        axes.plot([point.seq for point in plan.frontier], [getattr(point, name) / 1e9 for point in plan.frontier], marker="o", color=colour,
+                  label=name)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("sequence length, tokens")
     axes.set_ylabel("largest teacher that fits, billions of parameters")

@@ -85,10 +85,13 @@ def predict(runs: str | Path, out: str | Path) -> list[dict[str, Any]]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """The predictions as a Markdown table, GiB; measured values go beside them."""
-    lines = ["| run | layout, recompute | peak allocated, GiB | of it loss call | head gradient scratch | ring | dense KD loss instead |", "|---|---|---|---|---|---|---|"]
+    lines = ["| run | layout, recompute | peak allocated, GiB | of it loss call | head gradient scratch | ring | dense KD loss instead |",
+             "|---|---|---|---|---|---|---|"]
     for entry in results:
-        sizes = [entry[key] / 2**30 for key in ("max_memory_allocated", "loss_call_bytes", "head_gradient_bytes", "ring_bytes", "dense_kd_loss_bytes")]
-        lines.append(f"| {entry['name']} | {entry['job']['layout']}, {entry['job']['recompute']} | " + " | ".join(f"{size:.2f}" for size in sizes) + " |")
+        sizes = [entry[key] / 2**30 for key in ("max_memory_allocated", "loss_call_bytes", "head_gradient_bytes", "ring_bytes",
+                                                "dense_kd_loss_bytes")]
+        cells = [entry["name"], f"{entry['job']['layout']}, {entry['job']['recompute']}", *(f"{size:.2f}" for size in sizes)]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -64,7 +64,8 @@ def job_of(recipe: Recipe, student: ModelShape, teacher: ModelShape, gpu: Gpu, n
         global_batch=recipe.train.global_batch, recompute=recipe.train.recompute, recompute_modules=_recompute_modules(recipe),
         distributed_optimizer=recipe.train.distributed_optimizer, dtype_bytes=4 if fp32 else 2, kernels="torch" if recipe.device == "cpu" else "te",
         window_rows=recipe.loss.window_rows, ring_depth=recipe.stream.ring_depth, payload=recipe.cache.payload, top_k=recipe.cache.k,
-        freeze_head=recipe.student.freeze_head, lora_rank=recipe.student.lora.rank if recipe.student.lora else None, divergence=recipe.loss.divergence,
+        freeze_head=recipe.student.freeze_head, lora_rank=recipe.student.lora.rank if recipe.student.lora else None,
+        divergence=recipe.loss.divergence,
         fused_activation=recipe.bridge.get("model.bias_activation_fusion"))
 
 

@@ -73,7 +73,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 def stage_dict(stage: StageMemory) -> dict[str, Any]:
     """One stage's memory, JSON-ready."""
-    return {"role": stage.role, "stage": stage.stage, "fits": stage.fits, "moment": stage.moment, "allocated_bytes": stage.allocated, "total_bytes": stage.total,
+    return {"role": stage.role, "stage": stage.stage, "fits": stage.fits, "moment": stage.moment, "allocated_bytes": stage.allocated,
+            "total_bytes": stage.total,
             "capacity_bytes": stage.capacity, "headroom_bytes": stage.headroom, "items": [dataclasses.asdict(item) for item in stage.items]}
 
 
@@ -91,7 +92,8 @@ def _placement_dict(entry: PlacementPlan, price: float | None) -> dict[str, Any]
         "job": job_dict(entry.job), "fits": entry.fits, "stages": [stage_dict(stage) for stage in entry.stages],
         "largest_seq": entry.largest_seq, "largest_teacher_parameters": entry.largest_teacher,
         "traffic": {"student_rank": [dataclasses.asdict(flow) for flow in student_flows(entry.job)],
-                    "teacher_rank": [dataclasses.asdict(flow) for flow in teacher_flows(entry.job)], "targets": dataclasses.asdict(target_traffic(entry.job))},
+                    "teacher_rank": [dataclasses.asdict(flow) for flow in teacher_flows(entry.job)],
+                    "targets": dataclasses.asdict(target_traffic(entry.job))},
         "speed": dataclasses.asdict(entry.speed), "teacher_share_of_gpus": r, "teacher_share_of_flops": f,
         "cost_per_billion_tokens": None if price is None else price * entry.speed.gpu_hours_per_billion,
     }
@@ -133,13 +135,14 @@ def _summary_table(plan: Plan):
     job = plan.placements[0].job
     title = (f"{job.teacher.name} -> {job.student.name}: {job.num_gpus} x {job.gpu.name}, sequence {job.seq:,}, global batch {job.global_batch}")
     rows = [("fits", lambda e: "yes" if e.fits else "NO"), ("tightest GPU", lambda e: f"{e.tightest.role} stage {e.tightest.stage}"),
-            ("needed / there, GiB", lambda e: f"{e.tightest.total / GIB:.1f} / {e.tightest.capacity / GIB:.1f}"), ("headroom, GiB", lambda e: f"{e.tightest.headroom / GIB:.1f}"),
+            ("needed / there, GiB", lambda e: f"{e.tightest.total / GIB:.1f} / {e.tightest.capacity / GIB:.1f}"),
+            ("headroom, GiB", lambda e: f"{e.tightest.headroom / GIB:.1f}"),
             ("student layout", lambda e: e.job.layout.describe()), ("micro-batch, recompute", lambda e: f"{e.job.micro_batch}, {e.job.recompute}"),
             ("teacher", lambda e: _teacher_text(e.job)), ("longest sequence", lambda e: f"{e.largest_seq:,}" if e.largest_seq else "-"),
             ("largest teacher like this", lambda e: f"{e.largest_teacher / 1e9:.0f} B" if e.job.placement != "cached" else "-"),
             ("step, s (student / teacher)", lambda e: f"{e.speed.step_s:.2f} ({e.speed.student_s:.2f} / {e.speed.teacher_s:.2f})"),
             ("tokens/s", lambda e: f"{e.speed.tokens_s:,.0f}"), ("GPU-hours per billion tokens", lambda e: f"{e.speed.gpu_hours_per_billion:,.0f}"),
-            ("replicas, ring slots needed", lambda e: f"{e.speed.replicas_needed}, {e.speed.ring_depth_needed}" if e.job.placement == "streamed" else "-"),
+            ("replicas, ring slots needed", lambda e: f"{e.speed.replicas_needed}, {e.speed.ring_depth_needed}" if e.speed.replicas_needed else "-"),
             ("network per student GPU, GB/s", lambda e: f"{e.speed.network_gb_s:.2f} of {e.job.gpu.network_bytes_s / 1e9:.0f}"),
             ("network limits", lambda e: e.speed.network_limit or "nothing")]
     if plan.price is not None:
@@ -160,7 +163,8 @@ def _teacher_text(job: Job) -> str:
 
 def _memory_table(entry: PlacementPlan):
     names = list(dict.fromkeys(item.name for stage in entry.stages for item in stage.items if item.bytes))
-    table = _table(f"memory of one GPU, {entry.job.placement}, GiB (* closed form of the allocation)", "", *(f"{stage.role} {stage.stage}" for stage in entry.stages))
+    table = _table(f"memory of one GPU, {entry.job.placement}, GiB (* closed form of the allocation)", "",
+                   *(f"{stage.role} {stage.stage}" for stage in entry.stages))
     for name in names:
         found = [next((item for item in stage.items if item.name == name and item.bytes), None) for stage in entry.stages]
         star = " *" if all(item is None or item.exact for item in found) else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from megatron_kd.errors import KDError
 from megatron_kd.layout import ParallelLayout
 from megatron_kd.plan.activations import Recompute
-from megatron_kd.plan.balance import Rates, Speed, speed, teacher_share
+from megatron_kd.plan.balance import Rates, Speed, speed, streamed_over_colocated, teacher_share
 from megatron_kd.plan.gpus import Gpu
 from megatron_kd.plan.job import PLACEMENTS, Job, Placement
 from megatron_kd.plan.memory import StageMemory, teacher_stage, worst
@@ -126,14 +126,17 @@ def splits(base: Job, num_gpus: int, pinned: int | None = None) -> Iterator[tupl
 
 
 def near_batch(asked: int, multiple: int) -> int:
-    """The multiple nearest to `asked` where it is at most a fifteenth away, else `asked`: 14 student GPUs cannot run a batch of 256, but can one of 252."""
+    """The multiple nearest to `asked` where it is at most a fifteenth away, else `asked`: 14 GPUs cannot run a batch of 256, but can one of 252."""
     near = max(1, round(asked / multiple)) * multiple
     return near if abs(near - asked) * 15 <= asked else asked
 
 
-def search(template: Job, placement: Placement, num_gpus: int, rates: Rates, *, limits: Limits = Limits(), keep: int = 3, cache_epochs: int = 1) -> Found:
-    """The `keep` best jobs of `placement` on `num_gpus` GPUs by GPU-hours a token. `template` gives models, GPU, sequence, batch, everything not searched."""
-    start = replace(template, placement=placement, layout=ParallelLayout(), teacher_layout=ParallelLayout(), micro_batch=1) if placement != "colocated" else template
+def search(template: Job, placement: Placement, num_gpus: int, rates: Rates, *, limits: Limits = Limits(), keep: int = 3,
+           cache_epochs: int = 1) -> Found:
+    """The `keep` best jobs of `placement` on `num_gpus` GPUs by GPU-hours a token. `template` gives everything that is not searched."""
+    start = template
+    if placement != "colocated":
+        start = replace(template, placement=placement, layout=ParallelLayout(), teacher_layout=ParallelLayout(), micro_batch=1)
     found: list[Candidate] = []
     tally = _Tally()
     for student_gpus, teacher_layout, replicas in splits(start, num_gpus, limits.replicas):
@@ -143,7 +146,8 @@ def search(template: Job, placement: Placement, num_gpus: int, rates: Rates, *, 
     if placement == "streamed" and not found and tally.nearest is None:
         tally.reasons["no teacher replica fits in half of the GPUs"] += 1
     found.sort(key=lambda candidate: candidate.speed.gpu_hours_per_billion)
-    return Found(best=tuple(found[:keep]), reasons=dict(tally.reasons.most_common(6)), nearest=tally.nearest if not found else None, nearest_job=tally.job if not found else None)
+    return Found(best=tuple(found[:keep]), reasons=dict(tally.reasons.most_common(6)), nearest=tally.nearest if not found else None,
+                 nearest_job=tally.job if not found else None)
 
 
 @dataclass(slots=True)
@@ -200,10 +204,11 @@ def recommendation(by_placement: dict[Placement, Found]) -> str:
         r, f = teacher_share(best["streamed"].job)
         colocated, streamed = best["colocated"].speed, best["streamed"].speed
         if streamed.gpu_hours_per_billion < colocated.gpu_hours_per_billion:
-            return (f"Streamed: {colocated.gpu_hours_per_billion / streamed.gpu_hours_per_billion:.2f}x the tokens per GPU-hour of colocated, through what the freed memory buys "
+            gain = colocated.gpu_hours_per_billion / streamed.gpu_hours_per_billion
+            return (f"Streamed: {gain:.2f}x the tokens per GPU-hour of colocated, through what the freed memory buys "
                     f"({changes(best['colocated'].job, best['streamed'].job)}); the teacher has {r:.0%} of the GPUs and {f:.0%} of the FLOPs.")
-        text = (f"Colocated: it fits, and by FLOPs alone streamed cannot beat it on the same number of GPUs (at most {min((1 - r) / (1 - f), r / f):.2f}x "
-                f"with {r:.0%} of the GPUs for {f:.0%} of the FLOPs).")
+        text = (f"Colocated: it fits, and by FLOPs alone streamed cannot beat it on the same number of GPUs "
+                f"(at most {streamed_over_colocated(r, f):.2f}x with {r:.0%} of the GPUs for {f:.0%} of the FLOPs).")
     elif "streamed" in best:
         text = f"Streamed: colocated does not fit ({by_placement['colocated'].why_none if 'colocated' in by_placement else 'not asked'})."
     elif "colocated" in best:
@@ -211,12 +216,14 @@ def recommendation(by_placement: dict[Placement, Found]) -> str:
     else:
         return "Cached: it fits" + (", and neither colocated nor streamed does." if len(by_placement) == len(PLACEMENTS) else ".")
     if "cached" in best:
-        text += f" For more than one pass over the same data a cache costs {best['cached'].speed.gpu_hours_per_billion:.0f} GPU-hours per billion tokens, its build included."
+        hours = best["cached"].speed.gpu_hours_per_billion
+        text += f" For more than one pass over the same data a cache costs {hours:.0f} GPU-hours per billion tokens, its build included."
     return text
 
 
 def changes(before: Job, after: Job) -> str:
     """What differs between two jobs' student settings."""
     out = [f"{name} {a} -> {b}" for name, a, b in (("micro-batch", before.micro_batch, after.micro_batch), ("tp", before.layout.tp, after.layout.tp),
-                                                   ("pp", before.layout.pp, after.layout.pp), ("recompute", before.recompute, after.recompute)) if a != b]
+                                                   ("pp", before.layout.pp, after.layout.pp),
+                                                   ("recompute", before.recompute, after.recompute)) if a != b]
     return ", ".join(out) or "same settings"

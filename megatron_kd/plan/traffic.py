@@ -104,7 +104,8 @@ def _model_flows(job: Job, model: ModelShape, layout: ParallelLayout, micro_batc
     flows = [
         _ring("tp", micro_batches * again * tp_bytes(model, layout, tokens, len(layers), e, training=training), layout.tp, 1, node),
         _ring("cp", micro_batches * again * cp_bytes(model, layout, tokens, layers, e, training=training), layout.cp, layout.tp, node),
-        _all_to_all("ep", micro_batches * again * ep_bytes(model, layout, tokens, len(layers), e, training=training), layout.ep, layout.expert_tp, node),
+        _all_to_all("ep", micro_batches * again * ep_bytes(model, layout, tokens, len(layers), e, training=training), layout.ep, layout.expert_tp,
+                    node),
     ]
     if layout.pp > 1:
         boundary = tokens * model.hidden * e / (layout.tp if layout.sequence_parallel else 1)
@@ -113,7 +114,8 @@ def _model_flows(job: Job, model: ModelShape, layout: ParallelLayout, micro_batc
     if training:
         dense, expert = dp_bytes(model, layout, stage, e, distributed_optimizer=job.distributed_optimizer)
         flows.append(_ring("dp", dense, layout.dp * layout.cp, layout.tp, node))
-        flows.append(_ring("dp of experts", expert, max(1, layout.tp * layout.cp * layout.dp // (layout.ep * layout.expert_tp)), layout.ep * layout.expert_tp, node))
+        flows.append(_ring("dp of experts", expert, max(1, layout.tp * layout.cp * layout.dp // (layout.ep * layout.expert_tp)),
+                           layout.ep * layout.expert_tp, node))
     return [flow for flow in flows if flow.total_bytes]
 
 

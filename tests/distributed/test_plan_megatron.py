@@ -38,12 +38,15 @@ def _measure_one(*, name: str, distributed_optimizer: bool, tp: int = 1, pp: int
     from megatron_kd.mcore.model import language_model, provider_for
 
     config = dict(CONFIGS[name])
-    layout = ParallelLayout.for_world(dist.get_world_size(), tp=tp, pp=pp, ep=ep, etp=1 if "num_experts_per_tok" in config else None, sequence_parallel=tp > 1)
-    provider = provider_for(AutoConfig.for_model(**config), layout=layout, dtype=torch.float32, seq_length=SEQ, load_weights=False, overrides={"mtp_num_layers": None})
+    layout = ParallelLayout.for_world(dist.get_world_size(), tp=tp, pp=pp, ep=ep, etp=1 if "num_experts_per_tok" in config else None,
+                                      sequence_parallel=tp > 1)
+    provider = provider_for(AutoConfig.for_model(**config), layout=layout, dtype=torch.float32, seq_length=SEQ, load_weights=False,
+                            overrides={"mtp_num_layers": None})
     provider.initialize_model_parallel(seed=0)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer)
     chunks = provider.provide_distributed_model(ddp_config=ddp, wrap_with_ddp=True, use_cpu_initialization=True, data_parallel_random_init=False)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, params_dtype=torch.float32, use_distributed_optimizer=distributed_optimizer), chunks)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, params_dtype=torch.float32,
+                                                       use_distributed_optimizer=distributed_optimizer), chunks)
     module, lm = chunks[0], language_model(chunks[0])
     saved = _saved_bytes(lm) if pp == 1 else None
     for buffer in [*module.buffers, *module.expert_parallel_buffers]:
@@ -52,12 +55,14 @@ def _measure_one(*, name: str, distributed_optimizer: bool, tp: int = 1, pp: int
     buffers = [*module.buffers, *module.expert_parallel_buffers]
     weights = sum(b.param_data.numel() if b.param_data is not None else sum(p.numel() for p in b.params) for b in buffers) * 4
     state = sum(t.numel() * t.element_size() for t in _optimizer_tensors(optimizer))
-    return {"weights": weights, "gradients": sum(b.grad_data.numel() for b in buffers) * 4, "state": state, "saved": saved, "stage": dist.get_rank() * pp // dist.get_world_size()}
+    return {"weights": weights, "gradients": sum(b.grad_data.numel() for b in buffers) * 4, "state": state, "saved": saved,
+            "stage": dist.get_rank() * pp // dist.get_world_size()}
 
 
 def _optimizer_tensors(optimizer):
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [value for part in parts if part.optimizer is not None for state in part.optimizer.state.values() for key, value in state.items() if key.startswith("exp_avg")]
+    return [value for part in parts if part.optimizer is not None for state in part.optimizer.state.values() for key,
+            value in state.items() if key.startswith("exp_avg")]
 
 
 def _saved_bytes(lm) -> int:
@@ -94,7 +99,8 @@ def predicted(case: dict, world: int, stage: int) -> dict:
     degrees = {key: case[key] for key in ("tp", "pp", "ep") if key in case}
     layout = ParallelLayout.for_world(world, **degrees, etp=1 if model.moe else None, sequence_parallel=case.get("tp", 1) > 1)
     items = state_items(stage_weights(model, layout, stage), layout, dtype_bytes=4, distributed_optimizer=case["distributed_optimizer"])
-    spec = ActivationSpec(tp=layout.tp, sequence_parallel=layout.sequence_parallel, ep=layout.ep, expert_tp=layout.expert_tp, seq=SEQ, micro_batch=BATCH, kernels="torch", dtype_bytes=4,
+    spec = ActivationSpec(tp=layout.tp, sequence_parallel=layout.sequence_parallel, ep=layout.ep, expert_tp=layout.expert_tp, seq=SEQ,
+                          micro_batch=BATCH, kernels="torch", dtype_bytes=4,
                           fused_activation=model.fuses_activation)
     saved = (sum(layer_saved(model, layer, spec) for layer in stage_layers(model, layout, stage)) + final_norm_saved(model, spec)) * SEQ * BATCH
     return {"weights": items[0].bytes, "gradients": items[1].bytes, "state": items[2].bytes, "saved": saved}

@@ -48,7 +48,8 @@ def as_json(capsys, *args: str) -> dict:
 
 def test_plan_works_with_torch_blocked_and_answers_in_seconds(tmp_path):
     started = time.monotonic()
-    result = subprocess.run([sys.executable, "-c", BLOCKED, "plan", *PAIR, "--seq", "8192", "--emit", str(tmp_path / "r.yaml"), "--search"], cwd=ROOT, capture_output=True, text=True,
+    result = subprocess.run([sys.executable, "-c", BLOCKED, "plan", *PAIR, "--seq", "8192", "--emit", str(tmp_path / "r.yaml"), "--search"],
+                            cwd=ROOT, capture_output=True, text=True,
                             timeout=60)
     assert result.returncode == 0, result.stderr
     assert "tightest GPU" in result.stdout and "left out" in result.stdout
@@ -72,12 +73,14 @@ def test_json_holds_every_part_of_the_plan(capsys):
 
 def test_config_file_is_planned_like_a_name(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    content = as_json(capsys, "--teacher", str(tmp_path), "--student", str(tmp_path / "config.json"), "--gpus", "2", "--seq", "256", "--global-batch", "8")
+    content = as_json(capsys, "--teacher", str(tmp_path), "--student", str(tmp_path / "config.json"), "--gpus", "2", "--seq", "256",
+                      "--global-batch", "8")
     assert content["models"]["teacher"]["parameters"] == content["models"]["student"]["parameters"]
 
 
 def test_nothing_fits_is_said_with_the_reason_and_an_exit_code(capsys):
-    code, out, _ = plan(capsys, "--teacher", "qwen3.5-397b-a17b", "--student", "qwen3.5-27b", "--gpus", "4", "--placement", "colocated", "--search", "--brief")
+    code, out, _ = plan(capsys, "--teacher", "qwen3.5-397b-a17b", "--student", "qwen3.5-27b", "--gpus", "4", "--placement", "colocated", "--search",
+                        "--brief")
     assert code == 3
     assert "Nothing fits" in out and "needs" in out and "over memory" in out
 
@@ -131,7 +134,8 @@ def test_picture_shows_bars_and_frontier(capsys, tmp_path):
 
 def template(teacher: str, student: str, **changes) -> Job:
     """A job for searches."""
-    values = dict(student=load_model(student), teacher=load_model(teacher), placement="colocated", gpu=gpu("h100-80"), layout=ParallelLayout(), seq=4096, global_batch=64) | changes
+    values = dict(student=load_model(student), teacher=load_model(teacher), placement="colocated", gpu=gpu("h100-80"), layout=ParallelLayout(),
+                  seq=4096, global_batch=64) | changes
     return Job(**values)
 
 

@@ -39,7 +39,8 @@ def test_table_of_predictions_is_the_committed_file():
 
 def pair(teacher: str, student: str, card: str, seq: int) -> Job:
     """A pair to search layouts for."""
-    return Job(student=load_model(f"qwen3.5-{student}"), teacher=load_model(f"qwen3.5-{teacher}"), placement="colocated", gpu=gpu(card), layout=ParallelLayout(), seq=seq, global_batch=256)
+    return Job(student=load_model(f"qwen3.5-{student}"), teacher=load_model(f"qwen3.5-{teacher}"), placement="colocated", gpu=gpu(card),
+               layout=ParallelLayout(), seq=seq, global_batch=256)
 
 
 @pytest.mark.parametrize("teacher, student, card, gpus, seq, max_cp, colocated, streamed", [
@@ -64,4 +65,5 @@ def test_published_gpt_oss_layout_fits_one_node_fused_and_not_dense():
     fused = search(Job(**base), "cached", 8, Rates(), limits=here).best[0].job
     assert (fused.recompute, fused.micro_batch) == ("none", 1)
     assert not search(Job(**base, loss="dense", payload="hidden"), "cached", 8, Rates(), limits=here).best
-    assert all(candidate.job.layout.tp >= 4 for candidate in search(Job(**base, loss="dense", payload="hidden"), "cached", 8, Rates(), keep=50).best if candidate.job.layout.pp == 1)
+    assert all(candidate.job.layout.tp >= 4 for candidate in search(Job(**base, loss="dense", payload="hidden"), "cached", 8, Rates(),
+                                                                    keep=50).best if candidate.job.layout.pp == 1)

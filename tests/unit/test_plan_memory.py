@@ -22,7 +22,8 @@ GIB = 2**30
 
 def job(**changes) -> Job:
     """Llama-3.1-8B into 3.2-3B, colocated on one H200, 8K."""
-    base = Job(student=load_model("llama-3.2-3b"), teacher=load_model("llama-3.1-8b"), placement="colocated", gpu=gpu("h200-141"), layout=ParallelLayout(), seq=8192, global_batch=8)
+    base = Job(student=load_model("llama-3.2-3b"), teacher=load_model("llama-3.1-8b"), placement="colocated", gpu=gpu("h200-141"),
+               layout=ParallelLayout(), seq=8192, global_batch=8)
     return replace(base, **changes)
 
 
@@ -34,7 +35,8 @@ def item(stage, name: str) -> int:
 def test_weights_of_all_ranks_add_up_to_the_model_but_for_copies():
     model = load_model("gpt-oss-20b")
     for layout in (ParallelLayout(), ParallelLayout(pp=4), ParallelLayout(dp=8, ep=8, etp=1), ParallelLayout(dp=4, ep=4, etp=1, pp=2)):
-        weights = sum(state_items(stage_weights(model, layout, stage), layout, dtype_bytes=2, distributed_optimizer=False)[0].bytes for stage in range(layout.pp))
+        weights = sum(state_items(stage_weights(model, layout, stage), layout, dtype_bytes=2,
+                                  distributed_optimizer=False)[0].bytes for stage in range(layout.pp))
         experts = sum(w.total for w in stage_weights(model, ParallelLayout(), 0) if w.is_expert)
         assert weights == 2 * (total_params(model) - experts + experts // layout.ep)
 
@@ -119,7 +121,8 @@ def test_streaming_takes_the_teachers_weights_off_the_student():
 
 
 def test_frozen_head_has_neither_scratch_nor_state():
-    full, frozen = (student_stage(job(student=load_model("llama-3.1-8b"), freeze_head=freeze, distributed_optimizer=False), 0) for freeze in (False, True))
+    full, frozen = (student_stage(job(student=load_model("llama-3.1-8b"), freeze_head=freeze, distributed_optimizer=False), 0) for freeze in (False,
+                                                                                                                                              True))
     head = 128256 * 4096
     assert full.allocated - frozen.allocated >= head * (4 + 12 + 4)
     assert item(frozen, "head gradient scratch fp32") == 0

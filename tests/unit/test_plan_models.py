@@ -8,15 +8,21 @@ from megatron_kd.errors import PlanError
 from megatron_kd.plan.models import KNOWN_DIR, from_config, known_names, load_model
 from megatron_kd.plan.params import total_params
 
-LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=320,
+LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=160, num_hidden_layers=4,
+             num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=320,
              tie_word_embeddings=True, max_position_embeddings=512)
-GPT_OSS = dict(model_type="gpt_oss", architectures=["GptOssForCausalLM"], hidden_size=64, intermediate_size=48, num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2, num_attention_heads=4,
-               num_key_value_heads=2, head_dim=16, attention_bias=True, sliding_window=8, vocab_size=320, tie_word_embeddings=False, max_position_embeddings=4096,
+GPT_OSS = dict(model_type="gpt_oss", architectures=["GptOssForCausalLM"], hidden_size=64, intermediate_size=48, num_hidden_layers=4,
+               num_local_experts=4, num_experts_per_tok=2, num_attention_heads=4,
+               num_key_value_heads=2, head_dim=16, attention_bias=True, sliding_window=8, vocab_size=320, tie_word_embeddings=False,
+               max_position_embeddings=4096,
                layer_types=["sliding_attention", "full_attention"] * 2)
-QWEN35 = dict(model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"], hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=320,
-              linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, linear_conv_kernel_dim=4, tie_word_embeddings=False,
+QWEN35 = dict(model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"], hidden_size=64, intermediate_size=160, num_hidden_layers=4,
+              num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=320,
+              linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, linear_conv_kernel_dim=4,
+              tie_word_embeddings=False,
               max_position_embeddings=512)
-QWEN35_MOE = {**{k: v for k, v in QWEN35.items() if k != "intermediate_size"}, "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+QWEN35_MOE = {**{k: v for k, v in QWEN35.items() if k != "intermediate_size"}, "model_type": "qwen3_5_moe_text",
+              "architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
               "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
 
 
