@@ -75,7 +75,7 @@ def _curve(path: Path, result: dict, history: History) -> Path:
         if steps:
             axes.plot(*zip(*steps), color=colour, label=f"{label}, training")
         if held_out:
-            axes.plot(*zip(*held_out), "o--", color=colour, label=f"{label}, held out")
+            axes.plot(*zip(*held_out), "o--" if len(held_out) > 2 else "o", color=colour, label=f"{label}, held out")
     axes.set(xlabel="training steps", ylabel="nats per token", title=f"{result['name']}  ({result['placement']}, {result['layout']})")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

@@ -13,8 +13,9 @@ import torch
 
 from megatron_kd.config.schema import Recipe
 from megatron_kd.errors import ConfigError, rule
+from megatron_kd.mcore.configure import register_pre_wrap_hook
 from megatron_kd.mcore.data import PreparedText
-from megatron_kd.mcore.model import provider_for
+from megatron_kd.mcore.model import language_model, provider_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -58,7 +59,7 @@ def config_container(recipe: Recipe, sources: Sources, world_size: int):
         dataset=_dataset(recipe, sources),
         tokenizer=_tokenizer(recipe, sources, provider.vocab_size),
         logger=_logger(recipe),
-        checkpoint=_checkpoint(recipe),
+        checkpoint=_checkpoint(recipe, sources),
         rng=RNGConfig(seed=recipe.train.seed),
         mixed_precision="bf16_mixed" if recipe.student.precision == "bf16" else None,
     )
@@ -66,6 +67,8 @@ def config_container(recipe: Recipe, sources: Sources, world_size: int):
         cfg.dist.distributed_backend, cfg.dist.use_gloo_process_groups = "gloo", True
     if recipe.student.lora is not None:
         cfg.peft = _lora(recipe)
+    if recipe.student.freeze_head:
+        register_pre_wrap_hook(cfg, _freeze_head)
     for path, value in recipe.bridge.items():
         if not (path.startswith("model.") and path.count(".") == 1):
             set_by_path(cfg, path, value)
@@ -124,11 +127,12 @@ def _optimizer(recipe: Recipe, dtype: torch.dtype):
 
 
 def _scheduler(recipe: Recipe):
+    """The recipe's schedule holds on resume too, so that a run can be made longer."""
     from megatron.bridge.training.config import SchedulerConfig
 
     train = recipe.train
     return SchedulerConfig(lr_decay_style=train.lr_decay, lr_warmup_iters=train.warmup_iters, lr_decay_iters=train.iters, start_weight_decay=train.weight_decay,
-                           end_weight_decay=train.weight_decay)
+                           end_weight_decay=train.weight_decay, override_opt_param_scheduler=True)
 
 
 def _ddp(recipe: Recipe):
@@ -204,12 +208,16 @@ def checkpoint_step(recipe: Recipe) -> int:
     return read_train_state(get_checkpoint_train_state_filename(str(folder), prefix="latest")).step
 
 
-def _checkpoint(recipe: Recipe):
+def _checkpoint(recipe: Recipe, sources: Sources):
+    """Bridge wants to know where the frozen weights under adapters come from: an adapter checkpoint does not hold them."""
     from megatron.bridge.training.config import CheckpointConfig
 
     folder, train = checkpoint_folder(recipe), recipe.train
+    if recipe.student.lora is not None and not Path(sources.student).is_dir():
+        raise ConfigError(rule("student.model", sources.student, "adapters need their base weights in a local folder", "Download the model first and give its folder"))
     return CheckpointConfig(save=str(folder) if train.save else None, save_interval=train.save_interval or train.iters if train.save else None,
-                            load=str(folder) if train.resume and has_checkpoint(folder) else None, ckpt_format="torch_dist", async_save=False)
+                            load=str(folder) if train.resume and has_checkpoint(folder) else None, ckpt_format="torch_dist", async_save=False,
+                            pretrained_checkpoint=sources.student if recipe.student.lora is not None else None)
 
 
 def _lora(recipe: Recipe):
@@ -217,3 +225,13 @@ def _lora(recipe: Recipe):
 
     lora = recipe.student.lora
     return LoRA(target_modules=list(lora.target_modules), dim=lora.rank, alpha=lora.alpha, dropout=lora.dropout)
+
+
+def _freeze_head(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Pre-wrap hook: the output head takes no gradient. Errors: ConfigError where the embedding shares its weight."""
+    lm = language_model(chunks[-1])
+    if lm.share_embeddings_and_output_weights:
+        raise ConfigError(rule("student.freeze_head", True, "this model's head is its embedding", "Set student.freeze_head=false"))
+    if lm.post_process:
+        lm.output_layer.weight.requires_grad_(False)
+    return chunks
