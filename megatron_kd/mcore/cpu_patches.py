@@ -71,6 +71,27 @@ def patch_core() -> None:
     layers.RowParallelLinear.__init__ = init
     torch_norm.WrappedTorchNorm.__new__ = staticmethod(lambda cls, config, hidden_size, eps=1e-5, *_, **__: TorchNorm(config, hidden_size, eps))
 
+    _patch_distributed_optimizer()
+
+
+def _patch_distributed_optimizer() -> None:
+    """Resuming asks for the optimizer's state dict before its first step; with torch's Adam upstream then looks for a step count that is not there."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    upstream = DistributedOptimizer.state_dict
+
+    def state_dict(self):
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.optimizer.state or not parameters:
+            return upstream(self)
+        self.optimizer.state[parameters[0]] = {"step": torch.zeros(())}
+        try:
+            return upstream(self)
+        finally:
+            self.optimizer.state.clear()
+
+    DistributedOptimizer.state_dict = state_dict
+
 
 def patch_specs() -> None:
     """Makes the Transformer Engine layer specs, Qwen3.5's Gated DeltaNet included, buildable from megatron-core's local modules."""
@@ -145,9 +166,11 @@ def _patch_gated_delta_net() -> None:
 
 def patch_bridge() -> None:
     """megatron.bridge.training: initialisation without CUDA and without a C++ tool chain."""
+    import megatron.bridge.peft.utils as peft
     import megatron.bridge.training.initialize as initialize
     import megatron.bridge.training.setup as setup
 
+    peft.HAVE_TE = False  # megatron-core has the names without Transformer Engine, and no classes behind them
     setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
     setup.set_jit_fusion_options = lambda *_, **__: None
     initialize.compile_helpers = lambda: None  # the wheel ships the compiled helpers but no Makefile
