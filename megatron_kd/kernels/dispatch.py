@@ -5,6 +5,7 @@ supports the call. Called by the loss; decided once per call.
 """
 
 import importlib.util
+import os
 from types import ModuleType
 from typing import Literal
 
@@ -22,6 +23,8 @@ def kernels_for(device: torch.device, dtype: torch.dtype, backend: Backend = "au
     has_triton = importlib.util.find_spec("triton") is not None
     if backend == "triton" and not has_triton:
         raise MissingDependency("backend = 'triton': Triton is not installed. pip install triton")
+    if backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(rule("backend", backend, "needs a GPU; the tensors are on the CPU", "Use 'torch' or 'auto', or set TRITON_INTERPRET=1 to try the kernels slowly"))
     if backend == "triton" and dtype == torch.float64:
         raise ConfigError(rule("backend", backend, "computes in float32; the tensors are float64", "Use 'torch' or 'auto'"))
     if backend == "triton" or (backend == "auto" and has_triton and device.type == "cuda" and dtype != torch.float64):

@@ -230,3 +230,9 @@ def test_one_denominator_over_unequal_micro_batches_is_not_a_mean_of_means(kind)
 
 def test_denominator_of_nothing_is_zero_and_divides_nothing():
     assert [f.item() for f in row_factors([denominator_of(torch.zeros(4), "rows")] * 2)] == [0.0, 0.0]
+
+
+def test_triton_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        call(backend="triton")
