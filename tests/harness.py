@@ -6,6 +6,7 @@ fresh gloo group (the default group), and returns the list of their results. Two
 ends the job with all ranks' tracebacks (stacks for the hanging ones), and the pool is started anew for the next one.
 """
 
+import contextlib
 import faulthandler
 import multiprocessing as mp
 import os
@@ -142,10 +143,16 @@ class RankPool:
         return "\n".join(parts)
 
     def close(self) -> None:
-        """End all processes of the pool."""
+        """End all processes of the pool, and what they started (saving a checkpoint leaves a manager process that holds the terminal)."""
+        import psutil
+
+        started = [child for proc in self._procs if proc.is_alive() for child in psutil.Process(proc.pid).children(recursive=True)]
         for proc in self._procs:
             proc.kill()
             proc.join(5)
+        for child in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         for pipe in self._pipes:
             pipe.close()
         self._procs, self._pipes, self._stacks = [], [], []
