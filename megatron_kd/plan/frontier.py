@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_kd.plan.job import Job
-from megatron_kd.plan.memory import StageMemory, all_stages, fits
+from megatron_kd.plan.memory import StageMemory, all_stages, fits, student_stage, teacher_stage
 from megatron_kd.plan.params import total_params
+from megatron_kd.plan.search import layouts, powers_of_two
 
 
 def sequence_unit(job: Job) -> int:
@@ -58,7 +59,8 @@ class FrontierPoint:
 
 
 def frontier(colocated: Job | None, streamed: Job | None, num_points: int = 12) -> list[FrontierPoint]:
-    """Largest teacher over sequence lengths (doubling from 1,024) in the two jobs' layouts, with full recompute where that holds a larger one."""
+    """Largest teacher over sequence lengths (doubling from 1,024): colocated in its job's layout, streamed in a replica of up to half of the GPUs
+    beside its job's student; with full recompute where that holds a larger one."""
     jobs = [job for job in (colocated, streamed) if job is not None]
     if not jobs:
         return []
@@ -71,4 +73,25 @@ def frontier(colocated: Job | None, streamed: Job | None, num_points: int = 12) 
 
 
 def _largest_at(job: Job | None, seq: int) -> int:
-    return 0 if job is None else max(largest_teacher(replace(job, seq=seq, recompute=recompute)) for recompute in {job.recompute, "full"})
+    if job is None:
+        return 0
+    options = [replace(job, seq=seq, recompute=recompute) for recompute in {job.recompute, "full"}]
+    if job.placement == "colocated":
+        return max(map(largest_teacher, options))
+    # only the student bounds the sequence; its teacher may have a replica of half of the GPUs
+    if not any(map(_student_fits, options)):
+        return 0
+    half = powers_of_two(max(1, job.num_gpus // 2))[-1]
+    replicas = [layout for layout in layouts(job.teacher, half, job.gpu, max_pp=8) if layout.dp == 1 or layout.dp <= layout.ep]
+    return max((_replica_limit(replace(options[0], teacher_layout=layout, teacher_replicas=1)) for layout in replicas), default=0)
+
+
+def _student_fits(job: Job) -> bool:
+    return all(student_stage(job, stage).fits for stage in range(job.layout.pp))
+
+
+def _replica_limit(job: Job) -> int:
+    """Parameters of the largest teacher of this shape that one replica holds."""
+    stages = [teacher_stage(job, stage) for stage in range(job.teacher_shard.pp)]
+    return max(0, int(min(1 + stage.headroom / sum(item.bytes for item in stage.items if item.name == "teacher weights") for stage in stages)
+                      * total_params(job.teacher)))

@@ -201,7 +201,7 @@ def _traffic_table(entry: PlacementPlan):
 
 
 def _frontier_table(plan: Plan):
-    table = _table("largest teacher of this shape, billions of parameters, these layouts", "sequence", "colocated", "streamed")
+    table = _table("largest teacher of this shape, billions of parameters", "sequence", "colocated", "streamed, a replica on half of the GPUs")
     for point in plan.frontier:
         table.add_row(f"{point.seq:,}", f"{point.colocated / 1e9:.1f}", f"{point.streamed / 1e9:.1f}")
     return table
