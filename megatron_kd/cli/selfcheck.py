@@ -104,7 +104,8 @@ def cases() -> Iterator[check.Case]:
     for divergence in DIVERGENCES:
         yield check.Case(name=divergence, objective=Objective(divergence=divergence, kd_weight=0.7, ce_weight=0.3))
     yield check.Case(name="forward_kl, temperature 2, bias, soft-caps", objective=Objective(temperature=2.0, ce_weight=0.3), bias=True, **transforms)
-    yield check.Case(name="jsd, temperature 2, bias, soft-caps", objective=Objective(divergence="jsd", beta=0.3, temperature=2.0, ce_weight=0.3), bias=True, **transforms)
+    jsd = Objective(divergence="jsd", beta=0.3, temperature=2.0, ce_weight=0.3)
+    yield check.Case(name="jsd, temperature 2, bias, soft-caps", objective=jsd, bias=True, **transforms)
     yield check.Case(name="forward_kl, dense logits", objective=Objective(ce_weight=0.3), signal="logits")
     for mode in ("tail_bucket", "renormalise", "none"):
         yield check.Case(name=f"forward_kl, top-K {mode}", objective=Objective(top_k_mode=mode, ce_weight=0.3), signal="top_k")
@@ -138,13 +139,14 @@ def _finite_difference(case: check.Case, device: torch.device, group, layout: st
     slope = sum((grads[name] * direction[name]).sum() for name in names)
     difference = (value(DIFFERENCE_STEP) - value(-DIFFERENCE_STEP)) / (2 * DIFFERENCE_STEP)
     error = ((slope - difference).abs() / difference.abs()).item()
-    return Row(check=f"{case.name}: finite difference", layout=f"{layout} float64", scale=(slope / difference).item(), cosine=1.0 if slope * difference > 0 else -1.0,
-               max_error=error, passed=error <= DIFFERENCE_TOLERANCE)
+    return Row(check=f"{case.name}: finite difference", layout=f"{layout} float64", scale=(slope / difference).item(),
+               cosine=1.0 if slope * difference > 0 else -1.0, max_error=error, passed=error <= DIFFERENCE_TOLERANCE)
 
 
 def _denominator(kind: str, device: torch.device, group, layout: str) -> Row:
     """dX of two unequal micro-batches over one denominator against the dense loss of all their rows."""
-    parts = [check.Case(name="short", num_rows=3, weights="quarter", seed=1, dtype=torch.float64), check.Case(name="long", num_rows=26, seed=2, dtype=torch.float64)]
+    parts = [check.Case(name="short", num_rows=3, weights="quarter", seed=1, dtype=torch.float64),
+             check.Case(name="long", num_rows=26, seed=2, dtype=torch.float64)]
     built = [check.build(case, device) for case in parts]
     shares = [denominator.denominator_of(tensors["weights"], kind) for tensors in built]
     scales = denominator.row_factors(shares)
@@ -154,7 +156,8 @@ def _denominator(kind: str, device: torch.device, group, layout: str) -> Row:
     allowed = 1e-3 if kind == "weights" else 1e-10
     scale, error = ((got * want).sum() / (want * want).sum()).item(), ((got - want).abs().max() / want.abs().max()).item()
     cosine = ((got * want).sum() / (got.norm() * want.norm())).item()
-    return Row(check=f"denominator {kind}, unequal micro-batches", layout=f"{layout} float64", scale=scale, cosine=cosine, max_error=error, passed=error <= allowed)
+    return Row(check=f"denominator {kind}, unequal micro-batches", layout=f"{layout} float64", scale=scale, cosine=cosine,
+               max_error=error, passed=error <= allowed)
 
 
 def _hidden_term(kind: str, device: torch.device, group, layout: str) -> Iterator[Row]:
@@ -179,7 +182,8 @@ def _hidden_term(kind: str, device: torch.device, group, layout: str) -> Iterato
         dense[dtype] = (values.detach(), leaf.grad[own], projection.grad)
     for (name, tensor), want, plain in zip(got.items(), dense[torch.float64], dense[torch.float32], strict=True):
         result = check.compare(tensor, want, plain, torch.float32)
-        yield Row(check=f"hidden term {kind}: {name}", layout=f"{layout} float32", scale=result.scale, cosine=result.cosine, max_error=result.max_error, passed=result.passed)
+        yield Row(check=f"hidden term {kind}: {name}", layout=f"{layout} float32", scale=result.scale, cosine=result.cosine,
+                  max_error=result.max_error, passed=result.passed)
 
 
 def _everywhere(rows: list[Row], device: torch.device) -> list[Row]:

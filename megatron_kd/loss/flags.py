@@ -29,7 +29,8 @@ class DeviceFlags:
         nonfinite, bad_ids, bad_gradients = self.counts.tolist()
         self.counts.zero_()
         if bad_ids:
-            raise VocabMismatch(rule("labels and ids outside the true vocabulary", bad_ids, f"must be 0 ({where})", "Check the tokenizer and VocabSpec.true_size"))
+            raise VocabMismatch(rule("labels and ids outside the true vocabulary", bad_ids, f"must be 0 ({where})",
+                                     "Check the tokenizer and VocabSpec.true_size"))
         if nonfinite and not allow_nonfinite:
             raise NonFiniteTeacher(rule(f"rows of {source} with NaN or infinity", nonfinite, f"must be 0 ({where})",
                                         "Check the teacher's checkpoint and dtype, or set on_nonfinite='drop_rows'"))

@@ -52,7 +52,8 @@ class Objective:
         if self.top_k_mode not in ("tail_bucket", "renormalise", "none"):
             raise ConfigError(rule("top_k_mode", self.top_k_mode, "must be 'tail_bucket', 'renormalise' or 'none'", "Use 'tail_bucket'"))
         if self.kd_weight < 0 or self.ce_weight < 0:
-            raise ConfigError(rule("kd_weight, ce_weight", (self.kd_weight, self.ce_weight), "must not be negative", "Set a term's weight to 0 to leave it out"))
+            raise ConfigError(rule("kd_weight, ce_weight", (self.kd_weight, self.ce_weight), "must not be negative",
+                                   "Set a term's weight to 0 to leave it out"))
 
     @property
     def kd_scale(self) -> float:

@@ -75,7 +75,8 @@ class TopKTeacher:
     def check(self, num_rows: int, num_true: int) -> None:
         """ConfigError unless the shapes fit."""
         if self.ids_NK.dim() != 2 or self.ids_NK.shape[0] != num_rows or self.ids_NK.is_floating_point():
-            raise ConfigError(rule("teacher.ids_NK", (tuple(self.ids_NK.shape), self.ids_NK.dtype), f"must be integers [{num_rows}, K]", "Give K ids per student row"))
+            raise ConfigError(rule("teacher.ids_NK", (tuple(self.ids_NK.shape), self.ids_NK.dtype), f"must be integers [{num_rows}, K]",
+                                   "Give K ids per student row"))
         if self.log_probs_NK.shape != self.ids_NK.shape or self.tail_N.shape != (num_rows,):
             raise ConfigError(rule("teacher.log_probs_NK, tail_N", (tuple(self.log_probs_NK.shape), tuple(self.tail_N.shape)),
                                    f"must be {tuple(self.ids_NK.shape)} and ({num_rows},)", "Ids, log-probabilities and tail belong to the same rows"))

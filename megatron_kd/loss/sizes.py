@@ -82,7 +82,8 @@ class LossShape:
     def plan(self) -> WindowPlan:
         """The windows of this call."""
         shares = tuple(self.num_rows // self.tp + (rank < self.num_rows % self.tp) for rank in range(self.tp)) if self.sequence_parallel else None
-        return plan_windows(self.num_rows, self.window_rows or default_window_rows(self.num_columns, self.device_type, teacher_logits=self.signal == "hidden"), shares)
+        default = default_window_rows(self.num_columns, self.device_type, teacher_logits=self.signal == "hidden")
+        return plan_windows(self.num_rows, self.window_rows or default, shares)
 
 
 def head_gradient_bytes(num_columns: int, hidden_s: int) -> int:

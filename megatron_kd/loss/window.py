@@ -73,7 +73,8 @@ def plan_windows(num_rows: int, window_rows: int, rows_per_rank: tuple[int, ...]
     if window_rows < 1:
         raise ConfigError(rule("window_rows", window_rows, "must be at least 1", "Leave it out to have it chosen"))
     if rows_per_rank is not None and sum(rows_per_rank) != num_rows:
-        raise ConfigError(rule("rows_per_rank", rows_per_rank, f"must add up to the number of rows, {num_rows}", "Count the rows of the full mask on every rank"))
+        raise ConfigError(rule("rows_per_rank", rows_per_rank, f"must add up to the number of rows, {num_rows}",
+                               "Count the rows of the full mask on every rank"))
     num_windows = -(-num_rows // window_rows)
     step = -(-num_rows // num_windows) if num_windows else 0
     if window_rows >= ROW_TILE:
