@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""Launch a recipe with NeMo-Run (pip install nemo-run): on this machine, or on Slurm with the teacher's replicas beside the student.
+
+    python recipes/nemo_run/launch.py recipes/qwen35_35b_9b_colocated.yaml --local --gpus 8
+    python recipes/nemo_run/launch.py recipes/qwen35_35b_9b_streamed.yaml --slurm --account A --partition P \
+        --student-nodes 2 --teacher-nodes 1 --gpus 8 --job-dir /shared/jobs [--dryrun]
+
+For teams that launch with NeMo-Run already; `megatron-kd launch RECIPE --slurm` needs nothing but Slurm and also requeues and resumes.
+"""
+
+import argparse
+
+import nemo_run as run
+
+
+def script(command: str, recipe: str, overrides: list[str]) -> run.Script:
+    """One rank of `megatron-kd COMMAND RECIPE`."""
+    return run.Script(path="megatron_kd", m=True, entrypoint="python", args=[command, recipe, *overrides])
+
+
+def local(args: argparse.Namespace) -> None:
+    """The student (with its teacher beside it, or from the cache) under torchrun on this machine."""
+    executor = run.LocalExecutor(ntasks_per_node=args.gpus, launcher="torchrun")
+    with run.Experiment(args.name) as experiment:
+        experiment.add(script("train", args.recipe, args.overrides), executor=executor, name="student")
+        experiment.dryrun() if args.dryrun else experiment.run(sequential=True)
+
+
+def slurm(args: argparse.Namespace) -> None:
+    """One heterogeneous job: the student's nodes and, where the recipe streams, one replica's."""
+    def executor(nodes: int) -> run.SlurmExecutor:
+        return run.SlurmExecutor(account=args.account, partition=args.partition, nodes=nodes, ntasks_per_node=args.gpus, gpus_per_node=args.gpus, time=args.time,
+                                 launcher="torchrun", tunnel=run.LocalTunnel(job_dir=args.job_dir), packager=run.Packager(), env_vars={"MEGATRON_KD_TOKEN": args.token or ""})
+
+    tasks, executors = [script("train", args.recipe, args.overrides)], [executor(args.student_nodes)]
+    if args.teacher_nodes:
+        tasks.append(script("teach", args.recipe, args.overrides))
+        executors.append(executor(args.teacher_nodes))
+    with run.Experiment(args.name) as experiment:
+        if args.teacher_nodes:
+            experiment.add(tasks, executor=executors, name="distil")
+        else:
+            experiment.add(tasks[0], executor=executors[0], name="student")
+        experiment.dryrun() if args.dryrun else experiment.run(detach=True)
+
+
+def main() -> None:
+    """Parse and launch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--local", action="store_true")
+    where.add_argument("--slurm", action="store_true")
+    parser.add_argument("--name", default="megatron-kd")
+    parser.add_argument("--gpus", type=int, default=8, help="ranks a node")
+    parser.add_argument("--student-nodes", type=int, default=1)
+    parser.add_argument("--teacher-nodes", type=int, default=0)
+    parser.add_argument("--account", default="default")
+    parser.add_argument("--partition", default="main")
+    parser.add_argument("--time", default="24:00:00")
+    parser.add_argument("--job-dir", default="/tmp/nemo_run_jobs")
+    parser.add_argument("--token", help="shared secret of the stream; give the same to both roles")
+    parser.add_argument("--dryrun", action="store_true")
+    args = parser.parse_args()
+    (local if args.local else slurm)(args)
+
+
+if __name__ == "__main__":
+    main()
