@@ -37,7 +37,8 @@ PEER_GATE = 0.05
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `megatron-kd bench`."""
     parser.add_argument("what", choices=["loss"], help="what to measure")
-    parser.add_argument("--shape", nargs="+", default=["llama-8b-3b"], metavar="NAME|V,Hs,Ht", help=f"{', '.join(SHAPES)}, or V,Hs,Ht (default: %(default)s)")
+    parser.add_argument("--shape", nargs="+", default=["llama-8b-3b"], metavar="NAME|V,Hs,Ht",
+                        help=f"{', '.join(SHAPES)}, or V,Hs,Ht (default: %(default)s)")
     parser.add_argument("--tokens", nargs="+", type=int, default=[32_768], help="rows (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=100, help="kept tokens of the offline targets (default: %(default)s)")
     parser.add_argument("--divergence", nargs="+", choices=DIVERGENCES, default=["forward_kl"], help="ours: one row each (default: %(default)s)")
@@ -48,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window-rows", type=int, help="ours: rows projected at once (default: chosen from the shape)")
     parser.add_argument("--dw-windows", type=int, help="ours: windows whose dW is formed at once (default: chosen from the shape)")
     parser.add_argument("--budget-s", type=float, default=0.6, help="time spent repeating one measurement (default: %(default)s)")
-    parser.add_argument("--rest-s", type=float, default=1.0, help="GPU: rest before each measurement; 0 with a long budget shows the sustained rate (default: %(default)s)")
+    parser.add_argument("--rest-s", type=float, default=1.0,
+                        help="GPU: rest before each measurement; 0 with a long budget shows the sustained rate (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows with device, versions, commit, date and command")
     parser.add_argument("--commit", help="recorded commit, for a tree without .git")
 
@@ -59,7 +61,8 @@ def parse_shape(text: str) -> tuple[str, Shape]:
         return text, SHAPES[text]
     parts = text.split(",")
     if len(parts) != 3 or not all(p.isdigit() and int(p) for p in parts):
-        raise ConfigError(rule("--shape", text, f"must be one of {', '.join(SHAPES)} or V,Hs,Ht", "Give three positive integers, e.g. 128256,3072,4096"))
+        raise ConfigError(rule("--shape", text, f"must be one of {', '.join(SHAPES)} or V,Hs,Ht",
+                               "Give three positive integers, e.g. 128256,3072,4096"))
     vocab, student_width, teacher_width = map(int, parts)
     return text, Shape(vocab=vocab, student_width=student_width, teacher_width=teacher_width)
 
@@ -217,10 +220,12 @@ class Bench:
         tp = 1 if method.alone else self.world
         tflops = None if measured.ms is None else least_flops(shape, num_rows, method.target) / tp / measured.ms / 1e9
         dx_gib = 0.0 if method.target == "evaluation" else num_rows * shape.student_width * self.dtype.itemsize / GIB
-        self.rows.append({"method": method.name, "shape": name, "tokens": num_rows, "tp": tp, "ms": measured.ms, "tflops": tflops, "peak_gib": measured.peak_gib,
-                          "clock_mhz": measured.clock_mhz, "dx_gib": dx_gib, "error": error, "note": measured.note or method.note})
+        self.rows.append({"method": method.name, "shape": name, "tokens": num_rows, "tp": tp, "ms": measured.ms, "tflops": tflops,
+                          "peak_gib": measured.peak_gib, "clock_mhz": measured.clock_mhz, "dx_gib": dx_gib, "error": error,
+                          "note": measured.note or method.note})
         cells = ["-" if value is None else format(value, spec) for value, spec in ((measured.ms, ".2f"), (tflops, ".4g"), (measured.peak_gib, ".2f"))]
-        self.say(f"{method.name:26s} {num_rows:8d} {cells[0]:>10s} ms {cells[1]:>7s} TFLOP/s {cells[2]:>7s} GiB  error {error:.1e}  {self.rows[-1]['note']}")
+        self.say(f"{method.name:26s} {num_rows:8d} {cells[0]:>10s} ms {cells[1]:>7s} TFLOP/s {cells[2]:>7s} GiB  "
+                 f"error {error:.1e}  {self.rows[-1]['note']}")
 
     def efficiency(self, name: str) -> None:
         """Per-GPU rate of the sharded loss over that of the same GPU alone, into the row and the table."""
@@ -249,8 +254,9 @@ class Bench:
     def report(self) -> dict:
         """What the JSON file holds."""
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
-        return {"rows": self.rows, "gemm_tflops": self.gemm, "device": device, "dtype": str(self.dtype).removeprefix("torch."), "versions": versions(),
-                "commit": self.args.commit or current_commit(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        return {"rows": self.rows, "gemm_tflops": self.gemm, "device": device, "dtype": str(self.dtype).removeprefix("torch."),
+                "versions": versions(), "commit": self.args.commit or current_commit(),
+                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "command": shlex.join(["megatron-kd", *sys.argv[1:]])}
 
 

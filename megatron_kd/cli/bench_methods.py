@@ -1,8 +1,8 @@
 """The KD loss as others compute it: comparison methods for `megatron-kd bench loss`.
 
 Each method is a function of a Case that returns the scalar loss, with autograd to the case's student rows and student head.
-dense, forward_chunked, checkpointed (each online and top-K) and published (top-K) are of our own writing, after the published descriptions; the peers are called
-through their public API and only where they import. Called by cli/bench.py. None of them knows tensor parallelism.
+dense, forward_chunked, checkpointed (each online and top-K) and published (top-K) are of our own writing, after the published descriptions;
+the peers are called through their public API and only where they import. Called by cli/bench.py. None of them knows tensor parallelism.
 
 Shape letters: N rows, V vocabulary, H hidden width, K kept tokens, C rows of one chunk.
 """
@@ -242,8 +242,10 @@ METHODS = [
     Method(name="dense top-k", loss=dense_top_k, target="top_k"),
     Method(name="forward-chunked top-k", loss=forward_chunked_top_k, target="top_k"),
     Method(name="checkpointed top-k", loss=checkpointed_top_k, target="top_k"),
-    Method(name="published top-k", loss=published_top_k, target="top_k", tail_bucket=False, note="two student projections forward, one backward; no tail"),
+    Method(name="published top-k", loss=published_top_k, target="top_k", tail_bucket=False,
+           note="two student projections forward, one backward; no tail"),
     Method(name="liger fused JSD", loss=liger_fused, has_ce=False, peer=True, note="no CE", needs=("liger_kernel",)),
     Method(name="liger chunked JSD", loss=liger_chunked, has_ce=False, peer=True, note="no CE", needs=("liger_kernel",)),
-    Method(name="modelopt LogitsKL", loss=modelopt_logits_kl, has_ce=False, peer=True, note="no CE", needs=("modelopt.torch.distill.plugins.megatron",)),
+    Method(name="modelopt LogitsKL", loss=modelopt_logits_kl, has_ce=False, peer=True, note="no CE",
+           needs=("modelopt.torch.distill.plugins.megatron",)),
 ]

@@ -24,7 +24,8 @@ def kernels_for(device: torch.device, dtype: torch.dtype, backend: Backend = "au
     if backend == "triton" and not has_triton:
         raise MissingDependency("backend = 'triton': Triton is not installed. pip install triton")
     if backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ConfigError(rule("backend", backend, "needs a GPU; the tensors are on the CPU", "Use 'torch' or 'auto', or set TRITON_INTERPRET=1 to try the kernels slowly"))
+        raise ConfigError(rule("backend", backend, "needs a GPU; the tensors are on the CPU",
+                               "Use 'torch' or 'auto', or set TRITON_INTERPRET=1 to try the kernels slowly"))
     if backend == "triton" and dtype == torch.float64:
         raise ConfigError(rule("backend", backend, "computes in float32; the tensors are float64", "Use 'torch' or 'auto'"))
     if backend == "triton" or (backend == "auto" and has_triton and device.type == "cuda" and dtype != torch.float64):
@@ -38,4 +39,5 @@ def kernels_for(device: torch.device, dtype: torch.dtype, backend: Backend = "au
 
 def top_k_kernels_for(kernels: ModuleType) -> ModuleType:
     """The module of top-K kernels (the functions of topk_twin.py) that goes with a module from `kernels_for`."""
-    return importlib.import_module({"torch_twin": "megatron_kd.kernels.topk_twin", "triton_rows": "megatron_kd.kernels.triton_topk"}[kernels.__name__.rpartition(".")[2]])
+    name = {"torch_twin": "topk_twin", "triton_rows": "triton_topk"}[kernels.__name__.rpartition(".")[2]]
+    return importlib.import_module(f"megatron_kd.kernels.{name}")

@@ -109,10 +109,13 @@ def row_grad(student_RV: torch.Tensor, teacher_RV: torch.Tensor, joined_RJ: torc
     for rows in _blocks(student_RV):
         labels = None if labels_R is None else labels_R[rows, None]
         weights = weights_R[rows, None].to(joined_RJ.dtype)
-        student_RV[rows, :spec.num_true] = _row_grad_block(student_RV[rows], teacher_RV[rows], joined_RJ[rows], weights, labels, spec).to(student_RV.dtype)
+        grad = _row_grad_block(student_RV[rows], teacher_RV[rows], joined_RJ[rows], weights, labels, spec)
+        student_RV[rows, :spec.num_true] = grad.to(student_RV.dtype)
+        del grad
 
 
-def _row_grad_block(u_s: torch.Tensor, u_t: torch.Tensor, joined: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor | None, spec: PairSpec) -> torch.Tensor:
+def _row_grad_block(u_s: torch.Tensor, u_t: torch.Tensor, joined: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor | None,
+                    spec: PairSpec) -> torch.Tensor:
     log_p, log_q = _log_probs(u_s, u_t, joined, spec)
     slope = log_p.exp_().neg_() if spec.divergence == "forward_kl" else value_and_slope(log_p, log_q, spec)[1]
     del log_p

@@ -122,8 +122,8 @@ def _store_block(row_ptr, start, limit, block, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _stats_step(max_s, sum_s, sum_ce, max_t, sum_t, cross, u_s, u_t, scale_s, cap_s, scale_t, cap_t, per_tau, TRANSFORM_S: tl.constexpr, TRANSFORM_T: tl.constexpr,
-                TAU_ONE: tl.constexpr, CROSS_OF: tl.constexpr):
+def _stats_step(max_s, sum_s, sum_ce, max_t, sum_t, cross, u_s, u_t, scale_s, cap_s, scale_t, cap_t, per_tau,
+                TRANSFORM_S: tl.constexpr, TRANSFORM_T: tl.constexpr, TAU_ONE: tl.constexpr, CROSS_OF: tl.constexpr):
     z_s, z_t = _logits(u_s, scale_s, cap_s, TRANSFORM_S), _logits(u_t, scale_t, cap_t, TRANSFORM_T)
     new_s, keep_s, e_s, safe_s = _fold(max_s, z_s, per_tau)
     new_t, keep_t, e_t, safe_t = _fold(max_t, z_t, per_tau)
@@ -231,7 +231,8 @@ def join_stats_kernel(stats, labels, out, num_rows, stride_rank, stride_row, str
 
 
 @triton.jit
-def row_values_kernel(student, teacher, joined, out, stride_s, stride_t, stride_joined, stride_out, num_true, tau, mix, scale_s, cap_s, scale_t, cap_t,
+def row_values_kernel(student, teacher, joined, out, stride_s, stride_t, stride_joined, stride_out, num_true, tau, mix,
+                      scale_s, cap_s, scale_t, cap_t,
                       TRANSFORM_S: tl.constexpr, TRANSFORM_T: tl.constexpr, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr):
     """One program a row: sums of the value and of the slope."""
     row = tl.program_id(0).to(tl.int64)
@@ -302,7 +303,8 @@ def tail_stats_kernel(student, out, stride_s, stride_out, num_true, scale_s, cap
 
 
 @triton.jit
-def tail_grad_kernel(student, lse, coef, weights, stride_s, stride_lse, stride_coef, num_columns, num_true, scale_s, cap_s, TRANSFORM_S: tl.constexpr, BLOCK: tl.constexpr):
+def tail_grad_kernel(student, lse, coef, weights, stride_s, stride_lse, stride_coef, num_columns, num_true, scale_s, cap_s,
+                     TRANSFORM_S: tl.constexpr, BLOCK: tl.constexpr):
     """One program a row and block of columns: weight * coef * exp(z - lse) * dz/du over the raw logits."""
     row = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * BLOCK

@@ -11,7 +11,8 @@ PLAIN = HeadTransform()
 
 def make_spec(divergence: str, num_true: int, *, temperature=1.0, student=PLAIN, teacher=PLAIN, ce_coef=0.7) -> PairSpec:
     """A spec with factors that are neither 0 nor 1."""
-    return PairSpec(divergence=divergence, mix=0.3, temperature=temperature, kd_coef=0.9, ce_coef=ce_coef, num_true=num_true, student=student, teacher=teacher)
+    return PairSpec(divergence=divergence, mix=0.3, temperature=temperature, kd_coef=0.9, ce_coef=ce_coef, num_true=num_true,
+                    student=student, teacher=teacher)
 
 
 def make_window(num_rows: int, num_columns: int, num_true: int, *, dtype, device="cpu", seed=0, teacher_columns=None):
@@ -24,7 +25,9 @@ def make_window(num_rows: int, num_columns: int, num_true: int, *, dtype, device
         return wide[:, :columns]
 
     student_RV, teacher_RV = logits(num_columns), logits(teacher_columns or num_columns)
-    labels_R = torch.randint(max(num_true, 1), (num_rows,), generator=generator, dtype=torch.int32) if num_true else torch.full((num_rows,), ELSEWHERE, dtype=torch.int32)
+    labels_R = torch.full((num_rows,), ELSEWHERE, dtype=torch.int32)
+    if num_true:
+        labels_R = torch.randint(num_true, (num_rows,), generator=generator, dtype=torch.int32)
     labels_R[1], labels_R[2] = ELSEWHERE, NO_LABEL
     weights_R = torch.rand(num_rows, generator=generator) + 0.25
     weights_R[0], weights_R[3] = 0.25, 0.0
@@ -132,9 +135,11 @@ def worst_error(got: dict, twin: dict, exact: dict) -> str | None:
         mine, theirs = (value.double() - exact[name]).abs(), (twin[name].double() - exact[name]).abs()
         same = (value.double() == exact[name]) | (torch.isnan(value) & torch.isnan(exact[name]))
         ulp = torch.finfo(value.dtype).eps
-        allowed = 2.0 * theirs.nan_to_num(0.0, 0.0, 0.0).amax() + 16 * ulp * exact[name].abs().nan_to_num(0.0, 0.0, 0.0).clamp_min(1e-3 if name.endswith("grad") else 1.0)
+        size = exact[name].abs().nan_to_num(0.0, 0.0, 0.0).clamp_min(1e-3 if name.endswith("grad") else 1.0)
+        allowed = 2.0 * theirs.nan_to_num(0.0, 0.0, 0.0).amax() + 16 * ulp * size
         bad = ~same & ~(mine <= allowed)
         if bad.any():
             at = tuple(bad.nonzero()[0].tolist())
-            return f"{name}{list(at)}: {value[at].item()} where float64 has {exact[name][at].item()} and the float32 twin {twin[name][at].item()}; {bad.sum().item()} of {bad.numel()}"
+            return (f"{name}{list(at)}: {value[at].item()} where float64 has {exact[name][at].item()} "
+                    f"and the float32 twin {twin[name][at].item()}; {bad.sum().item()} of {bad.numel()}")
     return None

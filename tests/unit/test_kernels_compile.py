@@ -5,7 +5,8 @@ import pytest
 from tests.unit.triton_compile import compile_for_hopper
 
 
-@pytest.mark.parametrize("kernel", ["row_stats_kernel", "row_grad_kernel", "row_values_kernel", "tail_stats_kernel", "tail_grad_kernel", "join_stats_kernel",
+@pytest.mark.parametrize("kernel", ["row_stats_kernel", "row_grad_kernel", "row_values_kernel", "tail_stats_kernel", "tail_grad_kernel",
+                                    "join_stats_kernel",
                                     "top_k_take_kernel", "top_k_join_kernel", "top_k_put_kernel"])
 def test_kernel_compiles_for_hopper_with_16_byte_accesses_and_without_spills(kernel):
     compiled = compile_for_hopper(kernel)

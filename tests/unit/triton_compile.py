@@ -7,13 +7,13 @@ from triton.compiler import ASTSource
 from megatron_kd.kernels import triton_rows, triton_topk, tuning
 
 HOPPER = GPUTarget("cuda", 90, 32)
-POINTERS = {"student": "*bf16", "teacher": "*bf16", "labels": "*i32", "out": "*fp32", "joined": "*fp32", "weights": "*fp32", "stats": "*fp32", "lse": "*fp32", "coef": "*fp32",
-            "ids": "*i64", "log_p": "*fp32", "tail": "*fp32", "grad": "*fp32"}
+POINTERS = {"student": "*bf16", "teacher": "*bf16", "labels": "*i32", "out": "*fp32", "joined": "*fp32", "weights": "*fp32",
+            "stats": "*fp32", "lse": "*fp32", "coef": "*fp32", "ids": "*i64", "log_p": "*fp32", "tail": "*fp32", "grad": "*fp32"}
 FLOATS = ("tau", "mix", "kd_coef", "ce_coef", "scale_s", "cap_s", "scale_t", "cap_t")
 DIVISIBLE = ("student", "teacher", "stride_s", "stride_t", "num_columns")
 """Not num_true: a tokenizer's size is any number, and must not cost the wide loads."""
-CONSTANTS = {"HAS_LABELS": True, "HAS_CE": True, "TRANSFORM_S": 2, "TRANSFORM_T": 1, "TAU_ONE": False, "CROSS_OF": "forward_kl", "DIVERGENCE": "jsd", "WITH_LABEL": True,
-             "MODE": "tail_bucket", "BLOCK_K": 128}
+CONSTANTS = {"HAS_LABELS": True, "HAS_CE": True, "TRANSFORM_S": 2, "TRANSFORM_T": 1, "TAU_ONE": False, "CROSS_OF": "forward_kl", "DIVERGENCE": "jsd",
+             "WITH_LABEL": True, "MODE": "tail_bucket", "BLOCK_K": 128}
 TUNED = {"row_stats_kernel": tuning.STATS, "tail_stats_kernel": tuning.STATS, "row_values_kernel": tuning.VALUES, "row_grad_kernel": tuning.GRAD,
          "tail_grad_kernel": tuning.GRAD, "join_stats_kernel": tuning.JOIN, "top_k_take_kernel": tuning.TOP_K, "top_k_join_kernel": tuning.TOP_K,
          "top_k_put_kernel": tuning.TOP_K}
