@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Launch a recipe with NeMo-Run (pip install nemo-run): on this machine, or on Slurm with the teacher's replicas beside the student.
+"""Launch a recipe with NeMo-Run (pip install nemo-run 'leptonai<0.27'): on this machine, or on Slurm.
 
     python recipes/nemo_run/launch.py recipes/qwen35_35b_9b_colocated.yaml --local --gpus 8
     python recipes/nemo_run/launch.py recipes/qwen35_35b_9b_streamed.yaml --slurm --account A --partition P \
-        --student-nodes 2 --teacher-nodes 1 --gpus 8 --job-dir /shared/jobs [--dryrun]
+        --student-nodes 2 --replicas 1 --teacher-nodes 1 --student-host node17 --token SECRET --gpus 8 --job-dir /shared/jobs [--dryrun]
 
 For teams that launch with NeMo-Run already; `megatron-kd launch RECIPE --slurm` needs nothing but Slurm and also requeues and resumes.
 """
 
 import argparse
+from pathlib import Path
 
 import nemo_run as run
 
@@ -27,20 +28,22 @@ def local(args: argparse.Namespace) -> None:
 
 
 def slurm(args: argparse.Namespace) -> None:
-    """One heterogeneous job: the student's nodes and, where the recipe streams, one replica's."""
-    def executor(nodes: int) -> run.SlurmExecutor:
+    """The student as one Slurm job and, where the recipe streams, each teacher replica as another; they meet at --student-host."""
+    def executor(nodes: int, **parameters) -> run.SlurmExecutor:
         return run.SlurmExecutor(account=args.account, partition=args.partition, nodes=nodes, ntasks_per_node=args.gpus, gpus_per_node=args.gpus, time=args.time,
-                                 launcher="torchrun", tunnel=run.LocalTunnel(job_dir=args.job_dir), packager=run.Packager(), env_vars={"MEGATRON_KD_TOKEN": args.token or ""})
+                                 launcher="torchrun", tunnel=run.LocalTunnel(job_dir=args.job_dir), packager=run.Packager(), additional_parameters=parameters,
+                                 env_vars={"MEGATRON_KD_TOKEN": args.token} if args.token else {})
 
-    tasks, executors = [script("train", args.recipe, args.overrides)], [executor(args.student_nodes)]
-    if args.teacher_nodes:
-        tasks.append(script("teach", args.recipe, args.overrides))
-        executors.append(executor(args.teacher_nodes))
+    overrides, where = list(args.overrides), {}
+    if args.replicas:
+        if not (args.student_host and args.token):
+            raise SystemExit("a streamed recipe needs --student-host (a node of the student's job) and --token (the shared secret)")
+        where = {"nodelist": args.student_host}
+        overrides += [f"stream.rendezvous={args.student_host}:29790", f"stream.bind={args.student_host}", f"stream.replicas={args.replicas}"]
     with run.Experiment(args.name) as experiment:
-        if args.teacher_nodes:
-            experiment.add(tasks, executor=executors, name="distil")
-        else:
-            experiment.add(tasks[0], executor=executors[0], name="student")
+        experiment.add(script("train", args.recipe, overrides), executor=executor(args.student_nodes, **where), name="student")
+        for replica in range(args.replicas):
+            experiment.add(script("teach", args.recipe, overrides), executor=executor(args.teacher_nodes), name=f"teacher{replica}")
         experiment.dryrun() if args.dryrun else experiment.run(detach=True)
 
 
@@ -55,7 +58,9 @@ def main() -> None:
     parser.add_argument("--name", default="megatron-kd")
     parser.add_argument("--gpus", type=int, default=8, help="ranks a node")
     parser.add_argument("--student-nodes", type=int, default=1)
-    parser.add_argument("--teacher-nodes", type=int, default=0)
+    parser.add_argument("--replicas", type=int, default=0, help="teacher replicas of a streamed recipe")
+    parser.add_argument("--teacher-nodes", type=int, default=1, help="nodes of one replica")
+    parser.add_argument("--student-host", help="node that the student's job must hold first; teachers join there")
     parser.add_argument("--account", default="default")
     parser.add_argument("--partition", default="main")
     parser.add_argument("--time", default="24:00:00")
@@ -63,6 +68,7 @@ def main() -> None:
     parser.add_argument("--token", help="shared secret of the stream; give the same to both roles")
     parser.add_argument("--dryrun", action="store_true")
     args = parser.parse_args()
+    args.recipe = str(Path(args.recipe).resolve())  # the job runs in a directory of NeMo-Run's own
     (local if args.local else slurm)(args)
 
 
