@@ -133,7 +133,7 @@ def teacher(report, *, hub, name="A", delay_s=0.0, hidden=AGREED.hidden_size, an
     serve_single(publisher, sender, rows, stop=stop)
 
 
-def student(report, *, port=0, host="127.0.0.1", steps, first=0, delay_s=0.0, hidden=AGREED.hidden_size, shape=(2, 16), ahead=2, teachers=1, start=0, **spec):
+def student(report, *, port=0, host="127.0.0.1", steps, first=0, delay_s=0.0, hidden=AGREED.hidden_size, shape=(2, 16), ahead=2, teachers=1, start=0, settle_s=0.0, **spec):
     """Host a hub, take `steps` blocks from number `first`, chain their hashes. Events: hub port, taken step, done {...}."""
     from megatron_kd.stream.nixl import NixlInbox
     from megatron_kd.stream.receiver import Receiver
@@ -161,10 +161,9 @@ def student(report, *, port=0, host="127.0.0.1", steps, first=0, delay_s=0.0, hi
                 report("taken", step - ahead, digest)
                 if (step - ahead - first) % 100 == 99:
                     memory.append(rss_mib())
-        if spec.on_loss == "reroute":
-            deadline = time.monotonic() + 8
-            while receiver.metrics()["stream/quarantined_slots"] and time.monotonic() < deadline:
-                time.sleep(0.05)
+        deadline = time.monotonic() + settle_s
+        while receiver.metrics()["stream/quarantined_slots"] and time.monotonic() < deadline:
+            time.sleep(0.05)
         counters = {name: getattr(receiver.counters, name) for name in receiver.counters.__slots__}
         report("done", {"chain": digest, "memory": memory, "allocated": receiver.allocated_bytes, "refused": receiver.refused, **counters, **receiver.metrics()})
     hub.close()

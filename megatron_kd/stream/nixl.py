@@ -30,7 +30,8 @@ def _make_agent(role: str):
     except ImportError as e:
         raise MissingDependency("streaming needs NIXL: pip install nixl") from e
     logging.getLogger("nixl").setLevel(logging.WARNING)
-    config = nixl_agent_config(enable_prog_thread=True, enable_listen_thread=False, backends=["UCX"], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+    # No progress thread: it spins on a core of its own, and the receiver polls every millisecond anyway, which is what drives UCX.
+    config = nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
     return nixl_agent(f"{role}-{uuid.uuid4().hex}", config)
 
 

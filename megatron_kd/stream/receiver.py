@@ -311,7 +311,7 @@ class Receiver:
             if self._releasing:
                 with self.lock:
                     self._finish_releases()
-            pause_s = 0.0 if messages else min(0.001, pause_s + 0.0001)
+            pause_s = 0.0 if messages else min(0.001, pause_s + 0.00005)
             time.sleep(pause_s)
 
     def _land(self, message: bytes) -> None:

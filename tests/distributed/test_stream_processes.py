@@ -73,7 +73,7 @@ def test_sigstop_in_the_middle_of_a_write_reroute_sigcont():
     """A is stopped while it writes 24 MiB; B answers; A wakes up, finishes its write into quarantined memory, and joins again."""
     wide = dict(hidden=6144, shape=(1, 2048))
     env = {"UCX_TLS": "tcp"}  # the slowest path: a write takes tens of milliseconds
-    with Child(student, steps=24, delay_s=0.05, teachers=1, on_loss="reroute", heartbeat_timeout_s=1.5, deadline_s=30.0, env=env, **wide) as s:
+    with Child(student, steps=24, delay_s=0.05, teachers=1, on_loss="reroute", heartbeat_timeout_s=1.5, deadline_s=30.0, settle_s=10.0, env=env, **wide) as s:
         hub = s.wait("hub")
         with Child(teacher, hub=hub, name="A", hidden=6144, announce_writes=True, env=env) as a:
             a.wait("writing", at_least=2)
