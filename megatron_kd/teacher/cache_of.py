@@ -13,8 +13,6 @@ from megatron_kd.errors import ConfigError, rule
 from megatron_kd.fingerprint import tokenizer_digest
 from megatron_kd.teacher.identity import identify
 
-NO_TOKENIZER = "none"
-
 
 def storage_of(cache: CacheConfig, output_dir: str | None) -> Storage:
     """The store that `cache.location` names, or OUTPUT_DIR/cache."""
@@ -24,13 +22,12 @@ def storage_of(cache: CacheConfig, output_dir: str | None) -> Storage:
 
 
 def collection_of(cache: CacheConfig, *, teacher_dir: str, true_vocab: int) -> Collection:
-    """Teacher, tokenizer, head transform and payload. Computes the teacher's fingerprint where it is not remembered: one read of its weights."""
+    """Teacher, tokenizer, head transform and payload. Computes the teacher's fingerprint where it is not remembered: one read of its weights.
+
+    Errors: ConfigError where the folder holds no tokenizer.
+    """
     identity = identify(teacher_dir, compute_fingerprint=True)
-    try:
-        tokenizer = tokenizer_digest(teacher_dir).hex()
-    except ConfigError:
-        tokenizer = NO_TOKENIZER
-    context = CacheContext(teacher=identity.fingerprint, tokenizer=tokenizer, head_transform=identity.head_transform)
+    context = CacheContext(teacher=identity.fingerprint, tokenizer=tokenizer_digest(teacher_dir).hex(), head_transform=identity.head_transform)
     return Collection(context=context, spec=payload_of(cache, hidden_size=identity.hidden_size, true_vocab=true_vocab))
 
 
