@@ -20,6 +20,9 @@ from megatron_kd.config.load import load, to_yaml
 from megatron_kd.config.schema import Recipe
 from megatron_kd.errors import KDError
 
+EXIT_STOPPED_EARLY = 75
+"""The run was told to stop, saved, and can be continued (sysexits.h's EX_TEMPFAIL); launchers start it again."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Recipe, overrides, and where the logs go."""
@@ -49,6 +52,11 @@ def run(args: argparse.Namespace) -> int:
             traceback.print_exc()
             print(f"rank {rank}: {type(error).__name__}: {error}" + (f"\n  (traceback in {path})" if path else ""), file=terminal)
             return 1
+        except SystemExit as stop:  # how Bridge ends a run early, after saving: a signal, exit_interval, exit_duration
+            if stop.code not in (None, 0):
+                raise
+            print(f"rank {rank}: stopped early, after saving; the same command continues the run", file=terminal if rank == world - 1 else sys.stdout)
+            return EXIT_STOPPED_EARLY
     return 0
 
 
