@@ -293,7 +293,8 @@ class Engine:
         self.targets.source.release(block)
         weights = losses.counted_weights(teacher, selection, self._settings.loss, out.kd_N.device)
         micro.denominator = denominator_of(weights, self._settings.loss.denominator, self._weight_units)
-        micro.sums = {name: (value.detach() * weights).sum() for name, value in {"kd loss": out.kd_N, "ce loss": out.ce_N, **extra}.items()}
+        kept = {} if self.targets.head is not None else {"student mass kept": out.student_kept_N, "teacher mass kept": out.teacher_kept_N}
+        micro.sums = {name: (value.detach() * weights).sum() for name, value in {"kd loss": out.kd_N, "ce loss": out.ce_N, **kept, **extra}.items()}
         total = out.loss_N + sum(self._settings.loss.hidden_term.weight * value for value in extra.values()) if extra else out.loss_N
         return losses.scatter(total, selection, call.labels_bt.shape)
 
@@ -302,7 +303,9 @@ class Engine:
         out, _ = losses.fused_loss(call, selection, None, replace(objective, kd_weight=0.0), self._vocab, self._settings.loss, self._flags_on(call))
         weights = selection.weights_N.to(out.ce_N.device)
         micro.denominator = denominator_of(weights, self._settings.loss.denominator, self._weight_units)
-        micro.sums, micro.has_teacher = {"kd loss": out.kd_N.new_zeros(()), "ce loss": (out.ce_N * weights).sum()}, False
+        of_teacher = ("kd loss",) if self.targets.head is not None else ("kd loss", "student mass kept", "teacher mass kept")
+        micro.sums = {**dict.fromkeys(of_teacher, out.kd_N.new_zeros(())), "ce loss": (out.ce_N * weights).sum()}
+        micro.has_teacher = False
         return losses.scatter(out.loss_N, selection, call.labels_bt.shape)
 
     def _take(self, block: TokenBlock):

@@ -87,7 +87,7 @@ class LossFunction:
         factor, count = self._micro.denominator.factor, num_tokens.detach().reshape(()).float()
         pairs = {name: torch.stack([value.float() * factor, count]) for name, value in self._micro.sums.items()}
         if not self._micro.has_teacher:  # no row of KD: not 0 rows, or a step without any teacher would divide by zero
-            pairs["kd loss"] = torch.stack([count.new_zeros(()), count.new_full((), TINY)])
+            pairs |= {name: torch.stack([count.new_zeros(()), count.new_full((), TINY)]) for name in pairs if name != "ce loss"}
         tokens = torch.stack([count / factor, count.new_full((), 1.0 / self._engine.num_reports)])
         return {**pairs, "kd tokens": tokens}
 
