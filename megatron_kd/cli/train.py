@@ -107,7 +107,10 @@ def train(recipe: Recipe, *, rank: int, world: int, terminal) -> None:
                                           log_interval=recipe.train.log_interval, eval_iters=recipe.train.eval_iters))
     reporter.say("building the models" if first_step == 0 else f"building the models, resuming after step {first_step}")
     measured = MeasureLossMemory(recipe)
-    pretraining.pretrain(cfg, kd.forward_step, [pretraining.EvaluateFirst(kd, callbacks), *callbacks, measured])
+    try:
+        pretraining.pretrain(cfg, kd.forward_step, [pretraining.EvaluateFirst(kd, callbacks), *callbacks, measured])
+    finally:
+        kd.close()
     finish(recipe, history, reporter, world=world, wall_s=time.monotonic() - started_s, text=text, memory=measured.result)
 
 
