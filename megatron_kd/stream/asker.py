@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 from megatron_kd.errors import KDError, TeacherError, TeacherLost, TeacherStalled, WireError, rule
 from megatron_kd.rows import TokenBlock
-from megatron_kd.stream import rendezvous
+from megatron_kd.stream import health, rendezvous
 from megatron_kd.stream.channel import Channel, Listener, PeerClosed
-from megatron_kd.stream.health import Counters
 from megatron_kd.stream.session import Session
 from megatron_kd.stream.spec import StudentSpec
 from megatron_kd.stream.wire import Agreement, Grant, Request
@@ -58,7 +57,7 @@ class Teacher:
 class Asker:
     """`local` is the receiver of this process: it offers `lock`, `local_revoke`, `local_absolve`, `fail` and `agree`."""
 
-    def __init__(self, spec: StudentSpec, local, counters: Counters):
+    def __init__(self, spec: StudentSpec, local, counters: health.Counters):
         self._spec, self._local, self._counters = spec, local, counters
         self.teachers: dict[str, Teacher] = {}
         self._peers: dict[int, Session] = {}
@@ -270,6 +269,9 @@ class Asker:
                         self._lose(teacher, f"a request is unanswered after {now - oldest:.1f} s (limit {self._spec.answer_deadline_s} s)", dead=False, error=TeacherStalled)
                     else:
                         teacher.session.send({"t": "ping"})
+                stats = {"t": "stats", "num_replicas": len(self.teachers), "counters": {name: getattr(self._counters, name) for name in health.REPLICA_COUNTERS}}
+                for peer in self._peers.values():
+                    peer.send(stats)
                 for due_s, incarnation in [item for item in self._absolve_at if item[0] <= now]:
                     self._absolve_at.remove((due_s, incarnation))
                     self._absolve(incarnation)

@@ -28,6 +28,10 @@ class Counters:
     """Sum over takes of READY slots found: divided by takes and depth it is the occupancy."""
 
 
+REPLICA_COUNTERS = ("reroutes", "replicas_lost", "refused_joins", "teacher_busy_s", "teacher_idle_s")
+"""What only the asking rank can count; it tells the other ranks of its replica, because any of them may be the one that writes the log."""
+
+
 @dataclass(slots=True)
 class Interval:
     """Differences of Counters between two reports, with the time between."""

@@ -63,6 +63,7 @@ class Receiver:
         self._interval = health.Interval(self.counters)
         self._lanes = (_Lane(), _Lane())
         self._releasing: list[tuple[int, int, torch.cuda.Event | None]] = []
+        self._num_replicas = 0
         self._failure: KDError | None = None
         self.agreement: Agreement | None = None
         self._closed = False
@@ -158,7 +159,7 @@ class Receiver:
     def metrics(self) -> dict[str, float]:
         """Values since the last call; see health.Interval.report."""
         with self.lock:
-            alive = len(self._asker.teachers) if self._asker is not None else 0
+            alive = len(self._asker.teachers) if self._asker is not None else self._num_replicas
             quarantined = sum(lane.ring.num_quarantined for lane in self._lanes if lane.ring is not None)
             return self._interval.report(time.monotonic(), depth=self._spec.ring_depth, replicas_alive=alive, quarantined_slots=quarantined)
 
@@ -300,6 +301,8 @@ class Receiver:
 
     def _poll_loop(self) -> None:
         pause_s, early = 0.0, []
+        if self._spec.device.type == "cuda":
+            torch.cuda.set_device(self._spec.device)
         while not self._closed:
             messages = self._inbox.poll()
             if self.agreement is None:
@@ -371,6 +374,10 @@ class Receiver:
                         session.send({**answer, "blobs": [grant[1]] if grant else []})
                     elif message["t"] == "absolve":
                         self.local_absolve(message["owner"])
+                    elif message["t"] == "stats":
+                        self._num_replicas = message["num_replicas"]
+                        for name, value in message["counters"].items():
+                            setattr(self.counters, name, value)
                     elif message["t"] == "fail":
                         kind = getattr(errors, message["error"], TeacherError)
                         self.fail(kind(message["text"]))

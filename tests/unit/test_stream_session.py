@@ -50,6 +50,10 @@ def test_every_rank_of_a_replica_gets_its_rows(side, teacher, spread):
             assert torch.equal(ids.sort().values, b.row_ids_N)
             for receiver in stage.ranks:
                 receiver.release(b)
+        deadline = time.monotonic() + 5  # every rank can write the log: what the asking rank knows reaches the others
+        while stage.ranks[-1].metrics()["stream/replicas_alive"] != 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert all(receiver.metrics()["stream/replicas_alive"] == 1 for receiver in stage.ranks)
 
 
 def test_evaluation_has_a_ring_of_its_own_while_training_blocks_wait():
