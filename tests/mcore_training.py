@@ -4,6 +4,7 @@ The dense side shares nothing with the plugin: Megatron's own output layer forms
 """
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -74,6 +75,7 @@ class Run:
     random_init: bool = False
     builder: bool = False
     bf16: bool = False
+    fallback: bool = False
     overrides: tuple = ()
 
 
@@ -168,6 +170,20 @@ def quiet():
         yield
 
 
+@contextlib.contextmanager
+def without_output_processor(wanted: bool):
+    """Where wanted, the hook takes the way in that models without megatron-core's official one need."""
+    from megatron_kd.student import engine
+
+    original = engine.OutputLayerHook
+    if wanted:
+        engine.OutputLayerHook = functools.partial(original, use_output_processor=False)
+    try:
+        yield
+    finally:
+        engine.OutputLayerHook = original
+
+
 def train_distilled(run: Run, world: int, *, loss: dict, step=None, prepare=None, callbacks=()) -> Recorder:
     """`run` with the plugin. `prepare(cfg)` may change the configuration before attach."""
     import megatron_kd
@@ -176,7 +192,7 @@ def train_distilled(run: Run, world: int, *, loss: dict, step=None, prepare=None
     from megatron_kd.config.schema import LossConfig
 
     recorder = Recorder()
-    with quiet():
+    with quiet(), without_output_processor(run.fallback):
         cfg = config(run, world)
         if prepare is not None:
             prepare(cfg)

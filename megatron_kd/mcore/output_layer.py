@@ -10,7 +10,7 @@ Installed by attach. Shape letters: b sequences, t positions of this context-par
 import inspect
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -49,44 +49,45 @@ Handler = Callable[[HeadCall, object], torch.Tensor]
 """(call, context) -> per-token loss [b, t] fp32, a fresh tensor: Megatron scales it in place."""
 
 
+PLAIN_LAYERS = ("ColumnParallelLinear", "TEColumnParallelLinear")
+"""Classes whose forward is hidden @ weight.T + bias and nothing else."""
+CAPPED_LAYERS = ("Gemma2OutputLayer", "Gemma4OutputLayer")
+"""Bridge's classes that also apply config.final_logit_softcapping."""
+
+
 def head_transform(lm: torch.nn.Module) -> HeadTransform:
     """What this model applies to its logits. Errors: UnsupportedLayout for an output layer whose forward is not known here."""
-    config = lm.config
-    scale = float(getattr(config, "mup_output_mult", 1.0)) if getattr(config, "use_mup", False) else 1.0
-    softcap = getattr(config, "final_logit_softcapping", None)
-    known = {"ColumnParallelLinear", "TELMHeadColumnParallelLinear", "TEColumnParallelLinear"} | ({"Gemma2OutputLayer", "Gemma4OutputLayer"} if softcap else set())
-    classes = {cls.__name__ for cls in type(lm.output_layer).__mro__ if "forward" in vars(cls)} - {"Module", "MegatronModule"}
-    first = next(cls.__name__ for cls in type(lm.output_layer).__mro__ if "forward" in vars(cls))
-    if first not in known:
-        raise UnsupportedLayout(rule("output_layer", first, "its forward may change the logits in a way that the loss would lose",
-                                     f"Known are {', '.join(sorted(known | classes & known))}; apply the transform by HeadTransform instead"))
-    return HeadTransform(scale=scale, softcap=softcap or None)
+    scale = float(getattr(lm.config, "mup_output_mult", 1.0)) if getattr(lm.config, "use_mup", False) else 1.0
+    name = next(cls.__name__ for cls in type(lm.output_layer).__mro__ if "forward" in vars(cls))
+    if name in PLAIN_LAYERS:
+        return HeadTransform(scale=scale)
+    if name in CAPPED_LAYERS:
+        return HeadTransform(scale=scale, softcap=lm.config.final_logit_softcapping or None)
+    raise UnsupportedLayout(rule("output_layer", name, "its forward may change the logits in a way that the loss would lose (quantised heads and adapters too)",
+                                 f"Known are {', '.join(PLAIN_LAYERS + CAPPED_LAYERS)}"))
 
 
 def check_output_layer(lm: torch.nn.Module) -> None:
     """UnsupportedLayout, by name, for an output layer that the fused loss cannot stand in for."""
-    layer = lm.output_layer
-    refused = {
-        "gtp_remat_size": (getattr(layer, "gtp_remat_size", 1) or 1) > 1 and "the head is sharded again and gathered on use",
-        "defer_embedding_wgrad_compute": getattr(lm.config, "defer_embedding_wgrad_compute", False) and "the head's weight gradient is formed in forward",
-        "mxfp8 output projection": type(layer).__name__.startswith("TELMHead") and "the head is quantised",
-        "lora": any("lora" in type(module).__name__.lower() or "adapter" in type(module).__name__.lower() for module in layer.modules()) and "an adapter on the output layer would be bypassed",
-    }
-    for name, why in refused.items():
-        if why:
-            raise UnsupportedLayout(rule(name, True, why, "Turn it off for distillation"))
+    if (getattr(lm.output_layer, "gtp_remat_size", 1) or 1) > 1:
+        raise UnsupportedLayout(rule("gtp_remat_size", lm.output_layer.gtp_remat_size, "the head is sharded again and gathered on use", "Turn it off for distillation"))
+    if getattr(lm.config, "defer_embedding_wgrad_compute", False):
+        raise UnsupportedLayout(rule("defer_embedding_wgrad_compute", True, "the head's weight gradient is formed in forward", "Turn it off for distillation"))
     head_transform(lm)
 
 
 class OutputLayerHook:
-    """Installed once on a language model that owns an output layer; does nothing until a context is bound with `bind`."""
+    """Installed once on a language model that owns an output layer; does nothing until a context is bound with `bind`.
 
-    def __init__(self, lm: torch.nn.Module, handler: Handler):
+    `use_output_processor`: False takes the way in that models without megatron-core's official hook need.
+    """
+
+    def __init__(self, lm: torch.nn.Module, handler: Handler, *, use_output_processor: bool = True):
         check_output_layer(lm)
         self._lm, self._handler, self._context = lm, handler, None
         self._gradients: dict[int, HeadGradient] = {}
         self._deferred_weight = None
-        self._is_official = "output_processor" in inspect.signature(type(lm).forward).parameters
+        self._is_official = use_output_processor and "output_processor" in inspect.signature(type(lm).forward).parameters
         self._has_mtp = bool(getattr(lm.config, "mtp_num_layers", None))
         lm.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         lm.register_forward_hook(self._after_forward, always_call=True)
@@ -132,7 +133,8 @@ class OutputLayerHook:
     def _override_layer(self, kwargs) -> None:
         """For one forward: the layer passes hidden states through, and the loss function receives them as its "logits".
 
-        On models with the official hook these are the MTP depths, which come before the main head; on others the main head.
+        On models with the official hook these are the MTP depths, which come before the main head; on others the main head. Megatron
+        multiplies such "logits" by the muP output multiplier itself, which scales the logits that come of them alike.
         """
         context, depths = self._context, MtpWeights(self._lm, kwargs) if self._is_official else None
 
@@ -142,7 +144,7 @@ class OutputLayerHook:
 
         def loss(labels, hidden):
             weights = None if depths is None else depths.next(labels)
-            return self._handle(hidden, self._deferred_weight, labels, context, mtp_weights_bt=weights)
+            return self._handle(hidden, self._deferred_weight, labels, context, mtp_weights_bt=weights, is_scaled=True)
 
         self._lm.output_layer.forward = forward
         self._lm.compute_language_model_loss = loss
@@ -155,13 +157,14 @@ class OutputLayerHook:
         vars(self._lm).pop("compute_language_model_loss", None)
         self._deferred_weight = None
 
-    def _handle(self, hidden_pbH, weight, labels_bt, context, *, mtp_weights_bt=None) -> torch.Tensor:
+    def _handle(self, hidden_pbH, weight, labels_bt, context, *, mtp_weights_bt=None, is_scaled: bool = False) -> torch.Tensor:
         layer = self._lm.output_layer
         weight = layer.weight if weight is None else weight
         with_gradient = torch.is_grad_enabled() and weight.requires_grad
+        transform = head_transform(self._lm)
         call = HeadCall(hidden_pbH=hidden_pbH, weight_VH=weight, bias_V=layer.bias, labels_bt=labels_bt, tp_group=layer.tp_group,
                         is_sequence_parallel=bool(layer.sequence_parallel) and layer.tp_group.size() > 1, dw=self._gradient_of(weight) if with_gradient else None,
-                        transform=head_transform(self._lm), mtp_weights_bt=mtp_weights_bt)
+                        transform=replace(transform, scale=1.0) if is_scaled else transform, mtp_weights_bt=mtp_weights_bt)
         return self._handler(call, context)
 
     def _gradient_of(self, weight) -> HeadGradient:

@@ -37,17 +37,42 @@ def tensors_of_checkpoint(folder):
     return {name: tuple(entry.size) for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items() if hasattr(entry, "size")}
 
 
-def test_resume_continues_bit_for_bit_and_the_teacher_is_not_saved(megatron_ranks, models, tmp_path):
+def load_plainly(rank, world, run, folder):
+    """Weights of a checkpoint in a model without the plugin's projection, as an export builds it."""
+    from megatron_kd.layout import ParallelLayout
+    from megatron_kd.mcore.checkpoint import load_weights
+    from megatron_kd.mcore.model import build_model, provider_for
+    from tests.mcore_training import SEQ, quiet
+
     import torch
 
-    save = str(tmp_path / "checkpoints")
+    with quiet():
+        provider = provider_for(run.student, layout=ParallelLayout.for_world(world, tp=run.tp, sequence_parallel=run.sp), dtype=torch.float32, seq_length=SEQ, load_weights=False)
+        chunks = build_model(provider, seed=3)
+        load_weights(chunks, folder)
+    return dict(chunks[0].named_parameters())
+
+
+def test_resume_continues_bit_for_bit_and_the_teacher_is_not_saved(megatron_ranks, models, tmp_path):
+    """With the hidden-state term, whose projection is saved and resumed, and left out by a plain load."""
+    import torch
+
+    from megatron_kd.config.schema import HiddenTermConfig
+
+    save, loss = str(tmp_path / "checkpoints"), {**LOSS, "hidden_term": HiddenTermConfig(kind="mse", weight=0.2)}
     whole, first, second = (run_of(models, tp=2, sp=True, **settings) for settings in ({"iters": 4}, {"iters": 2, "save": save, "save_interval": 2}, {"iters": 4, "load": save}))
-    for whole_result, _, resumed in megatron_ranks.run(distil, 2, timeout_s=150, runs=[whole, first, second], loss=LOSS):
+    results = megatron_ranks.run(distil, 2, timeout_s=150, runs=[whole, first, second], loss=loss)
+    for whole_result, _, resumed in results:
         assert [step for step, _ in resumed[0]] == [step for step, _ in whole_result[0][2:]]
         assert all(torch.equal(resumed[1][name], value) for name, value in whole_result[1].items())
     saved = tensors_of_checkpoint(f"{save}/iter_0000002")
     assert saved, "the checkpoint holds no tensors"
-    assert not [name for name, size in saved.items() if 48 in size or "teacher" in name], "48 is the teacher's width, no dimension of the student"
+    foreign = [name for name, size in saved.items() if (48 in size or "teacher" in name) and "kd_hidden_term" not in name]
+    assert not foreign, "48 is the teacher's width, no dimension of the student"
+    for loaded, (_, (_, at_save, _), _) in zip(megatron_ranks.run(load_plainly, 2, run=first, folder=save), results):
+        names = {name.removeprefix("0.module."): name for name in at_save}
+        assert set(names) - set(loaded) == {"kd_hidden_term.projection"}
+        assert all(torch.equal(value, at_save[names[name]]) for name, value in loaded.items())
 
 
 def test_uniform_weights_leave_the_mean_as_it_is_where_they_are_the_denominator(megatron_ranks, models):
@@ -72,6 +97,24 @@ def test_hidden_term_is_the_same_in_every_layout_and_its_projection_learns(megat
             assert ours == pytest.approx(reference, rel=1e-4) and norm == pytest.approx(reference_norm, rel=1e-4), layout
         (projection,) = [name for name in after if "kd_hidden_term" in name]
         assert (after[projection] - before[projection]).abs().max() > 1e-4
+
+
+def test_a_step_without_any_row_changes_nothing_and_hangs_nothing(megatron_ranks, models):
+    import torch
+
+    run = run_of(models, iters=1, pattern=("none",), distributed_optimizer=True)
+    for ((_, after, before),) in megatron_ranks.run(distil, 2, runs=[run], loss=LOSS):
+        assert after and all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_numbers_reach_tensorboard(megatron_ranks, models, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ((steps, *_),), = megatron_ranks.run(distil, 1, runs=[run_of(models, tensorboard=str(tmp_path))], loss=LOSS)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    for name in ("total loss", "kd loss", "ce loss", "kd tokens"):
+        assert [event.value for event in events.Scalars(name)] == pytest.approx([numbers[name] for numbers, _ in steps])
+    assert events.Scalars("megatron_kd/teacher/forwards")[-1].value == 4, "four micro-batches a step"
 
 
 def failure_of(rank, world, run, loss):

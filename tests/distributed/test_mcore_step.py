@@ -13,11 +13,12 @@ CASES = {  # every case differs from the others in one thing that the plugin han
     "PP, tied over stages, evaluated": dict(student="tied", pp=2, eval_iters=2),
     "PP, per micro-batch": dict(student="llama", pp=2, per_token=False),
     "PP under batch ramp-up and a skipped iteration": dict(student="llama", pp=2, iters=4, rampup=(4, 4, 8), skipped=(2,)),
+    "model without output_processor, tied, TP": dict(student="tied", tp=2, fallback=True, eval_iters=2),
     "frozen head": dict(student="llama", freeze_head=True),
     "multi-token prediction, teacher's head tied": dict(student="llama", teacher="teacher_full", tp=2, random_init=True, overrides=(("mtp_num_layers", 1), ("cross_entropy_loss_fusion", False))),  # Megatron's fused cross-entropy rounds its gradient to bf16
     "megatron-core's ModelConfig and builder": dict(student="llama", tp=2, builder=True),
     "bf16, sharded optimizer": dict(student="llama", dp=2, bf16=True, distributed_optimizer=True),
-    "EP, combined 1F1B schedule": dict(student="gptoss", ep=2, bf16=True, overrides=(("overlap_moe_expert_parallel_comm", True),)),
+    "EP, combined 1F1B schedule, which takes bf16 only": dict(student="gptoss", ep=2, bf16=True, overrides=(("overlap_moe_expert_parallel_comm", True),)),
     "VPP": dict(student="llama", pp=2, vpp=2),
     "DP, unequal masks, sharded optimizer, overlap": dict(student="llama", dp=2, micro_batch=1, distributed_optimizer=True),
     "DP, per micro-batch, tied": dict(student="tied", dp=2, per_token=False),
@@ -53,7 +54,7 @@ def check(results, bf16=False):
     loss_tolerance, norm_tolerance = (2e-2, 5e-2) if bf16 else (1e-5, 1e-4)
     for worst, moved, steps in results:
         assert moved > 1e-3, "the comparison would pass on a model that does not learn"
-        assert worst < (0.2 * moved if bf16 else TOLERANCE), f"parameters differ by {worst} where they moved by {moved}"
+        assert worst < (0.3 * moved if bf16 else TOLERANCE), f"parameters differ by {worst} where they moved by {moved}"
         for (ours, our_norm), (dense, dense_norm) in steps:
             assert our_norm == pytest.approx(dense_norm, rel=norm_tolerance)
             for name, value in dense.items():
