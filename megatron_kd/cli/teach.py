@@ -64,7 +64,7 @@ def teach(recipe: Recipe, *, name: str, world: int, stop, say) -> None:
     from megatron_kd.stream.nixl import NixlOutbox
     from megatron_kd.stream.spec import TeacherSpec
     from megatron_kd.teacher.identity import identify
-    from megatron_kd.teacher.serve import serve
+    from megatron_kd.teacher.serve import serve, warm_up
 
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.teacher.precision]
     identity = identify(models.teacher, compute_fingerprint=True, context_length=recipe.teacher.context_length)
@@ -78,7 +78,9 @@ def teach(recipe: Recipe, *, name: str, world: int, stop, say) -> None:
     (chunk,) = megatron_models.build_model(provider, seed=recipe.train.seed)
     spec = TeacherSpec(rendezvous=parse_address(recipe.stream.rendezvous), token=load_token(recipe.stream.token_file), name=name,
                        agreement=identity.agreement(recipe.stream.rows), head_digest=identity.head_digest, context_length=identity.context_length)
+    lm = megatron_models.language_model(chunk)
+    warm_up(lm, sequence_length=recipe.data.seq_length)
     try:
-        serve(megatron_models.language_model(chunk), spec, NixlOutbox, stop=stop, say=say if int(os.environ["RANK"]) == 0 else lambda _: None)
+        serve(lm, spec, NixlOutbox, stop=stop, say=say if int(os.environ["RANK"]) == 0 else lambda _: None)
     finally:
         dist.destroy_process_group()

@@ -25,7 +25,7 @@ class StreamConfig:
     """Longest wait for the rows of one micro-batch."""
     join_deadline_s: float = 600.0
     """Longest wait for the first replicas."""
-    heartbeat_s: float = 2.0
+    heartbeat_s: float = 5.0
     """Interval of heartbeats; three missed ones mean lost."""
     on_teacher_loss: Literal["fail", "reroute", "ce_only"] = "fail"
     """End the run, ask another replica again, or train that step on CE alone (agreed by all ranks, counted)."""

@@ -222,7 +222,7 @@ class Asker:
                     if teacher.leaving and not teacher.outstanding:
                         self.teachers.pop(teacher.name, None)
                         return
-        except (WireError, KeyError, TypeError, ValueError) as e:
+        except Exception as e:  # noqa: BLE001 -- whatever ended the session, what the replica owes must be asked again
             reason, dead = f"its connection broke ({e})", isinstance(e, PeerClosed)
         finally:
             teacher.session.close()
@@ -244,37 +244,52 @@ class Asker:
                 if message is None:
                     continue
                 with self._local.lock:
-                    grant = (int(message["generation"]), message["blobs"][0]) if message["blobs"] else None
-                    if message["t"] == "posted":
-                        self.posted(rank, int(message["lane"]), int(message["seq"]), int(message["hash"]), int(message["num_rows"]), grant)
-                    elif message["t"] == "revoked":
-                        self.revoked(rank, int(message["lane"]), int(message["seq"]), grant)
-                    elif message["t"] == "failed":
-                        raise WireError(message["text"])
+                    self._on_peer(rank, message)
         except WireError as e:
             if not self._closed:
                 with self._local.lock:
                     self._local.fail(TeacherError(f"student rank {rank} of replica {self._spec.dp_rank}: {e}"))
 
+    def _on_peer(self, rank: int, message: dict) -> None:
+        if message["t"] == "failed":
+            raise WireError(message["text"])
+        grant = (int(message["generation"]), message["blobs"][0]) if message["blobs"] else None
+        if message["t"] == "posted":
+            self.posted(rank, int(message["lane"]), int(message["seq"]), int(message["hash"]), int(message["num_rows"]), grant)
+        elif message["t"] == "revoked":
+            self.revoked(rank, int(message["lane"]), int(message["seq"]), grant)
+        else:
+            raise WireError(rule(f"message of student rank {rank}", message["t"], "must be posted, revoked or failed", "Use the same megatron_kd on both sides"))
+
     def _watch(self) -> None:
-        while not self._closed:
-            time.sleep(min(0.5, self._spec.heartbeat_s / 2))
-            now = time.monotonic()
+        interval_s = min(0.5, self._spec.heartbeat_s / 2)
+        try:
+            while not self._closed:
+                began = time.monotonic()
+                time.sleep(interval_s)
+                # where this very process was held up (stopped, or starved by a checkpoint), signs of life may lie unread: judge next time
+                self._watch_once(judge_silence=time.monotonic() - began < interval_s + 1.0)
+        except Exception as e:  # noqa: BLE001 -- without the watch, no silence would ever be noticed
             with self._local.lock:
-                for teacher in list(self.teachers.values()):
-                    oldest = min((self._entries[lane][seq].asked_s for lane, seq in teacher.outstanding), default=now)
-                    if teacher.session.silent_s > self._spec.heartbeat_timeout_s:
-                        self._lose(teacher, f"silent for {teacher.session.silent_s:.1f} s (limit {self._spec.heartbeat_timeout_s} s)", dead=False)
-                    elif now - oldest > self._spec.answer_deadline_s:
-                        self._lose(teacher, f"a request is unanswered after {now - oldest:.1f} s (limit {self._spec.answer_deadline_s} s)", dead=False, error=TeacherStalled)
-                    else:
-                        teacher.session.send({"t": "ping"})
-                stats = {"t": "stats", "num_replicas": len(self.teachers), "counters": {name: getattr(self._counters, name) for name in health.REPLICA_COUNTERS}}
-                for peer in self._peers.values():
-                    peer.send(stats)
-                for due_s, incarnation in [item for item in self._absolve_at if item[0] <= now]:
-                    self._absolve_at.remove((due_s, incarnation))
-                    self._absolve(incarnation)
+                self._local.fail(TeacherError(f"the watch over teachers failed: {type(e).__name__}: {e}"))
+
+    def _watch_once(self, *, judge_silence: bool) -> None:
+        now, spec = time.monotonic(), self._spec
+        with self._local.lock:
+            for teacher in list(self.teachers.values()):
+                oldest = min((self._entries[lane][seq].asked_s for lane, seq in teacher.outstanding), default=now)
+                if judge_silence and teacher.session.silent_s > spec.heartbeat_timeout_s:
+                    self._lose(teacher, f"silent for {teacher.session.silent_s:.1f} s (limit {spec.heartbeat_timeout_s} s)", dead=False)
+                elif judge_silence and now - oldest > spec.answer_deadline_s:
+                    self._lose(teacher, f"a request is unanswered after {now - oldest:.1f} s (limit {spec.answer_deadline_s} s)", dead=False, error=TeacherStalled)
+                else:
+                    teacher.session.send({"t": "ping"})
+            stats = {"t": "stats", "num_replicas": len(self.teachers), "counters": {name: getattr(self._counters, name) for name in health.REPLICA_COUNTERS}}
+            for peer in self._peers.values():
+                peer.send(stats)
+            for due_s, incarnation in [item for item in self._absolve_at if item[0] <= now]:
+                self._absolve_at.remove((due_s, incarnation))
+                self._absolve(incarnation)
 
     def _absolve(self, incarnation: str) -> None:
         self._local.local_absolve(incarnation)

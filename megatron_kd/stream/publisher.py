@@ -64,8 +64,9 @@ class Publisher:
             self._unfinished[request.session] -= 1
             session = self._sessions.get(request.session)
             if session is not None:
-                kind = {"t": "done"} if error is None else {"t": "error", "error": "TeacherError", "text": error}
+                kind = {"t": "done"} if error is None else {"t": "error", "text": error}
                 session.send({**kind, "lane": request.lane, "seq": request.seq, "busy_s": busy_s, "idle_s": self._idle_s})
+                self._idle_s = 0.0
             self._changed.notify_all()
 
     def departed(self) -> list[bytes]:
@@ -188,7 +189,12 @@ class Publisher:
             elif message["t"] == "bye":
                 return
             elif message["t"] == "ask":
-                request = replace(Request.decode(message), session=number)
+                try:
+                    request = replace(Request.decode(message), session=number)
+                except KDError as e:
+                    session.send({"t": "error", "lane": 0, "seq": 0, "text": str(e)})
+                    session.close(flush_s=1.0)
+                    raise
                 with self._changed:
                     self._descriptors[number].update(grant.descriptor for grant in request.grants)
                     self._queue.append(request)

@@ -339,11 +339,11 @@ class Receiver:
                 if lane.ring.land(header.seq, header.teacher_rank, header.num_rows, header.num_parts):
                     self._free_given_up(header.lane)
                     self.lock.notify_all()
-        except KDError as e:
+        except Exception as e:  # noqa: BLE001 -- whatever it is, the training thread must hear of it and not wait for this thread
             with self.lock:
-                self.fail(e)
+                self.fail(e if isinstance(e, KDError) else TeacherError(f"the receiving thread failed: {type(e).__name__}: {e}"))
                 if self._link is not None:
-                    self._link.send({"t": "failed", "text": f"{type(e).__name__}: {e}", "lane": 0, "seq": 0})
+                    self._link.send({"t": "failed", "text": f"{type(e).__name__}: {e}"})
 
     def _describe(self, seq: int, slot) -> str:
         here = f"block {seq} is {slot.state.value if slot.seq == seq else 'waiting for a slot'}, {sum(slot.landed_rows.values()) if slot.seq == seq else 0} rows are here"
