@@ -78,8 +78,9 @@ class LossFunction:
         loss, num_tokens, report = result
         share = self._micro.denominator
         num_tokens = share.count.to(num_tokens.device, num_tokens.dtype)
-        report = {TOTAL if name == "lm loss" else name: torch.stack([value[0] * share.factor, num_tokens.float()]) if value.numel() == 2 else value
-                  for name, value in report.items()}
+        report = dict(report)
+        if "lm loss" in report:  # it is no language-model loss any more
+            report[TOTAL] = torch.stack([report.pop("lm loss")[0] * share.factor, num_tokens.float()])
         return loss * share.factor, num_tokens, {**report, **self._report(num_tokens)}
 
     def _report(self, num_tokens: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ CASES = {  # every case differs from the others in one thing that the plugin han
     "megatron-core's ModelConfig and builder": dict(student="llama", tp=2, builder=True),
     "bf16, sharded optimizer": dict(student="llama", dp=2, bf16=True, distributed_optimizer=True),
     "EP, combined 1F1B schedule, which takes bf16 only": dict(student="gptoss", ep=2, bf16=True, overrides=(("overlap_moe_expert_parallel_comm", True),)),
-    "VPP": dict(student="llama", pp=2, vpp=2),
+    "VPP": dict(student="llama", pp=2, vpp=2, iters=1, global_batch=4),
     "DP, unequal masks, sharded optimizer, overlap": dict(student="llama", dp=2, micro_batch=1, distributed_optimizer=True),
     "DP, per micro-batch, tied": dict(student="tied", dp=2, per_token=False),
     "EP": dict(student="gptoss", ep=2),
