@@ -21,6 +21,7 @@ COMMANDS = {
     "plan": "memory, traffic and replicas of a recipe before anything is rented",
     "convert": "convert, prune and export checkpoints",
     "launch": "write a Slurm script for a recipe",
+    "compare": "finished runs side by side: losses, step time, stream and cache",
     "selfcheck": "check the loss on this machine and layout against its fp64 reference",
     "bench": "measure the loss against other implementations",
 }

@@ -4,8 +4,9 @@ Owns the callback that Bridge calls around steps and evaluations on the reportin
 the losses are). Called by `train`. It reads the device only every `log_interval` steps.
 """
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from rich.console import Console
@@ -61,8 +62,9 @@ class Reporter:
 class ProgressCallback:
     """Megatron-Bridge's callback events (duck-typed: Bridge looks methods up by name)."""
 
-    def __init__(self, reporter: Reporter, history: History, *, train_iters: int, tokens_per_step: int, log_interval: int, eval_iters: int):
-        self._reporter, self._history = reporter, history
+    def __init__(self, reporter: Reporter, history: History, *, train_iters: int, tokens_per_step: int, log_interval: int, eval_iters: int,
+                 source_metrics: Callable[[], Mapping[str, float]]):
+        self._reporter, self._history, self._source_metrics = reporter, history, source_metrics
         self._train_iters, self._tokens, self._log_interval, self._eval_iters = train_iters, tokens_per_step, log_interval, eval_iters
         self._pending: list[tuple[int, float, Mapping]] = []
         self._started_s, self._step, self._eval_done = 0.0, 0, 0
@@ -86,7 +88,9 @@ class ProgressCallback:
         self._pending = []
         waited_s = time.monotonic() - started_s  # the device catching up belongs to the steps
         for i, (step, seconds, metrics) in enumerate(rows):
-            self._history.add_step(step, seconds=seconds + (waited_s if i == len(rows) - 1 else 0.0), tokens=self._tokens, metrics=metrics)
+            last = i == len(rows) - 1
+            source = {name: value for name, value in self._source_metrics().items() if math.isfinite(value)} if last else {}
+            self._history.add_step(step, seconds=seconds + (waited_s if last else 0.0), tokens=self._tokens, metrics=metrics | source)
         recent = [r["seconds"] for r in list(self._history.steps.values())[-20:]]
         note = shown(rows[-1][2]) + f"  {self._tokens * len(recent) / sum(recent):,.0f} tokens/s"
         self._reporter.advance("training", done, self._train_iters, note, (self._train_iters - done) * sum(recent) / len(recent))

@@ -27,7 +27,35 @@ def summary(recipe: Recipe, history: History, *, layout: str, wall_s: float, mem
     result["loss_peak_bytes"] = memory.fused_peak_bytes if memory else None
     result["dense_loss_peak_bytes"] = memory.dense_peak_bytes if memory else None
     result["loss_relative_difference"] = memory.relative_difference if memory else None
-    return result | (extra or {})
+    return result | {"step_s": _mean([r["seconds"] for r in history.steps.values()])} | source_numbers(recipe, history) | (extra or {})
+
+
+def source_numbers(recipe: Recipe, history: History) -> dict:
+    """What the target source counted on the reporting rank, {} where it counts nothing that a reader needs."""
+    records = list(history.steps.values())
+    if recipe.teacher.placement == "streamed" and any("stream/bytes" in r for r in records):
+        steps = [r for r in records if "stream/bytes" in r]
+        wait_s = sum(r["stream/wait_s"] for r in steps)
+        return {"stream_wait_share": wait_s / sum(r["seconds"] for r in records), "stream_occupancy": _mean([r["stream/occupancy"] for r in steps]),
+                "stream_bytes": steps[-1]["stream/bytes"], "stream_rows": steps[-1]["stream/rows_received"]}
+    if recipe.teacher.placement == "cached" and any("cache/bytes" in r for r in records):
+        rows = sum(r["cache/rows"] for r in records if "cache/rows" in r)
+        return {"cache_rows": rows, "cache_missing_rows": sum(r["cache/missing_rows"] for r in records if "cache/rows" in r),
+                "cache_teacher_mass_kept": _mean([r["cache/teacher_mass_kept"] for r in records if "cache/rows" in r])}
+    return {}
+
+
+def stream_bytes_expected(recipe: Recipe, *, dp: int, teacher_width: int) -> int:
+    """Closed form of `stream_bytes` after the last step of an unbroken run in which every row counts: the evaluation before training and all steps."""
+    from megatron_kd.stream.sizes import wire_payload_bytes
+
+    sequences = (recipe.train.iters + recipe.train.eval_iters) * recipe.train.global_batch // dp
+    layout = recipe.student.layout
+    return wire_payload_bytes(sequences * recipe.data.seq_length, teacher_width, wire_dtype=recipe.stream.rows) // (layout.tp * layout.cp)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def table(result: dict) -> Table:

@@ -7,6 +7,7 @@ Each rank's output goes to OUTPUT_DIR/logs; the last rank shows progress and wri
 
 import argparse
 import dataclasses
+import json
 import os
 import socket
 import sys
@@ -104,14 +105,14 @@ def train(recipe: Recipe, *, rank: int, world: int, terminal) -> None:
     if terminal is not None:
         history = History.open(Path(recipe.output_dir) / "history.jsonl", first_step)
         callbacks.append(ProgressCallback(reporter, history, train_iters=recipe.train.iters, tokens_per_step=recipe.train.global_batch * recipe.data.seq_length,
-                                          log_interval=recipe.train.log_interval, eval_iters=recipe.train.eval_iters))
+                                          log_interval=recipe.train.log_interval, eval_iters=recipe.train.eval_iters, source_metrics=lambda: kd.source_metrics))
     reporter.say("building the models" if first_step == 0 else f"building the models, resuming after step {first_step}")
     measured = MeasureLossMemory(recipe)
     try:
         pretraining.pretrain(cfg, kd.forward_step, [pretraining.EvaluateFirst(kd, callbacks), *callbacks, measured])
     finally:
         kd.close()
-    finish(recipe, history, reporter, world=world, wall_s=time.monotonic() - started_s, text=text, memory=measured.result)
+    finish(recipe, history, reporter, world=world, wall_s=time.monotonic() - started_s, text=text, memory=measured.result, teacher=models.teacher)
 
 
 class MeasureLossMemory:
@@ -134,14 +135,24 @@ class MeasureLossMemory:
                                   dtype=shapes.dtype, kd_weight=recipe.loss.kd_weight, ce_weight=recipe.loss.ce_weight, window_rows=recipe.loss.window_rows, group=shapes.tp_group)
 
 
-def finish(recipe: Recipe, history, reporter, *, world: int, wall_s: float, text, memory) -> None:
+def finish(recipe: Recipe, history, reporter, *, world: int, wall_s: float, text, memory, teacher: str) -> None:
     """Summary, curve and table, on the reporting rank."""
     if history is None:
         return
     from megatron_kd.cli import report
 
     extra = {} if text is None else {"train_tokens_available": text.train_tokens, "heldout_tokens_available": text.held_out_tokens, "heldout_documents": text.held_out_documents}
-    result = report.summary(recipe, history, layout=recipe.student.layout.for_world(world).describe(), wall_s=wall_s, memory=memory, extra=extra)
+    layout = recipe.student.layout.for_world(world)
+    if recipe.teacher.placement == "streamed" and text is not None and (width := hidden_size(teacher)):
+        extra["stream_bytes_expected"] = report.stream_bytes_expected(recipe, dp=layout.dp, teacher_width=width)
+    result = report.summary(recipe, history, layout=layout.describe(), wall_s=wall_s, memory=memory, extra=extra)
     paths = report.write(Path(recipe.output_dir), result, history)
     reporter.say(report.table(result))
     reporter.say("  ".join(str(p) for p in paths))
+
+
+def hidden_size(model: str) -> int | None:
+    """Width of a model in a local folder; None for a hub name."""
+    path = Path(model) / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    return config.get("text_config", config).get("hidden_size")

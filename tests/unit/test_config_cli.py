@@ -120,3 +120,35 @@ def test_measured_memory_would_notice_losses_that_differ(monkeypatch, wrong):
     vocab = VocabSpec(true_size=4000, student_padded=4096, teacher_padded=4000)
     memory = measure(num_rows=64, student_width=32, teacher_width=32, vocab=vocab, dtype=torch.float32, kd_weight=0.9, ce_weight=0.1, window_rows=32, group=None)
     assert memory.relative_difference > 1e-4
+
+
+def finished_run(folder, placement, losses, **numbers):
+    recipe = build(RECIPE, [f"teacher.placement={placement}", *(["stream.rows=fp32"] if placement == "streamed" else [])])
+    history = History.open(folder / "history.jsonl", 0)
+    for step, loss in enumerate(losses):
+        history.add_step(step, seconds=2.0, tokens=100, metrics={"kd loss": loss, "ce loss": 2 * loss} | numbers)
+    write(folder, summary(recipe, history, layout="tp=1 dp=1", wall_s=1.0, memory=None), history)
+    return folder
+
+
+def test_compared_runs_show_their_largest_difference_over_shared_steps_and_their_source(tmp_path, capsys):
+    streamed = finished_run(tmp_path / "s", "streamed", [3.0, 2.0, 1.0], **{"stream/bytes": 1e6, "stream/wait_s": 0.5, "stream/occupancy": 0.75, "stream/rows_received": 10})
+    colocated = finished_run(tmp_path / "c", "colocated", [3.0, 2.25])
+    assert main(["compare", str(streamed), str(colocated), "--json", str(tmp_path / "compare.json")]) == 0
+    rows = json.loads((tmp_path / "compare.json").read_text())
+    assert (rows[0]["max_kd_difference"], rows[1]["max_kd_difference"], rows[1]["max_ce_difference"], rows[1]["shared_steps"]) == (None, 0.25, 0.5, 2)
+    assert (rows[0]["stream_wait_share"], rows[0]["stream_occupancy"], rows[0]["stream_bytes"]) == (0.25, 0.75, 1e6)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "waited 25% of the step" in printed and "colocated" in printed
+
+
+def test_compare_names_a_folder_without_a_run(tmp_path, capsys):
+    assert main(["compare", str(tmp_path)]) == 1
+    assert str(tmp_path) in (text := capsys.readouterr().err) and "summary.json" in text
+
+
+def test_bytes_of_the_stream_follow_from_the_recipe():
+    from megatron_kd.cli.report import stream_bytes_expected
+
+    recipe = build(RECIPE, ["train.iters=26", "train.eval_iters=3", "train.global_batch=2", "train.micro_batch=2", "data.seq_length=384", "student.layout.tp=3", "stream.rows=fp32"])
+    assert stream_bytes_expected(recipe, dp=1, teacher_width=576) == 29 * 768 // 3 * 576 * 4
