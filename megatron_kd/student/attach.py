@@ -57,6 +57,8 @@ class Distillation:
 
     def __init__(self, engine: Engine):
         self._engine = engine
+        self.source_metrics: dict[str, float] = {}
+        """Numbers of the target source at the last log interval: seconds in the teacher, ring occupancy, bytes, ..."""
         atexit.register(_close, weakref.ref(engine))  # Bridge may leave training through sys.exit, without on_train_end
 
     @cached_property
@@ -94,7 +96,8 @@ class Distillation:
         step = context.state.train_state.step
         self._engine.check_flags(f"train step {step}")
         if step % max(1, context.state.cfg.logger.log_interval) == 0:
-            callbacks.write_scalars(context.state, self._engine.targets.source.metrics())
+            self.source_metrics = self._engine.targets.source.metrics()
+            callbacks.write_scalars(context.state, self.source_metrics)
 
 
 def _close(engine: "weakref.ref[Engine]") -> None:
