@@ -8,9 +8,10 @@ import torch
 
 from megatron_kd.errors import FingerprintMismatch, RowsMismatch, TeacherError, TeacherLost, TeacherStalled, TransferFailed, UnsupportedLayout
 from megatron_kd.stream import sizes
-from megatron_kd.stream.loopback import Fabric
+from megatron_kd.stream.loopback import Fabric, LoopbackInbox
+from megatron_kd.stream.receiver import Receiver
 from megatron_kd.stream.route import Side
-from tests.stream_peers import AGREED, HIDDEN, Stage, block, check_rows, rows_of
+from tests.stream_peers import AGREED, HIDDEN, Stage, block, check_rows, rows_of, student_spec
 
 
 def consume(receiver, blocks, ahead=3):
@@ -279,3 +280,35 @@ def test_blocks_that_were_given_up_free_their_slots_when_a_teacher_comes_back():
             receiver.release(blocks[2])
             consume(receiver, blocks[6:])
         assert receiver.counters.degraded_blocks == 5
+
+
+def test_two_student_replicas_share_two_teachers_found_at_one_rendezvous():
+    served = {"A": set(), "B": set()}
+
+    def note(name):
+        def rows(b):
+            served[name].add(b.step)
+            return rows_of(b)
+        return rows
+
+    with Stage() as stage, stage.teacher("A", rows=note("A")), stage.teacher("B", rows=note("B")):
+        other = Receiver(student_spec(stage.hub.address, dp_rank=1), LoopbackInbox(stage.fabric))
+        both = [(stage.ranks[0], range(0, 30)), (other, range(100, 130))]
+        errors = []
+
+        def run(receiver, steps):
+            try:
+                receiver.wait_for_teachers(2)
+                consume(receiver, [block(i) for i in steps])
+            except BaseException as e:  # noqa: BLE001 -- shown below
+                errors.append(e)
+
+        threads = [threading.Thread(target=run, args=pair) for pair in both]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not errors and not any(thread.is_alive() for thread in threads)
+        assert served["A"] | served["B"] == set(range(30)) | set(range(100, 130)) and not served["A"] & served["B"]
+        assert all({step // 100 for step in steps} == {0, 1} for steps in served.values()), "each teacher serves both"
+        other.close()
