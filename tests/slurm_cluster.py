@@ -107,9 +107,10 @@ class SlurmCluster:
         text = self.command("scontrol", "show", "job", number).split("\n\n")[0]
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
-    def start_now(self, number: str) -> None:
-        """Take away the delay that Slurm puts before a requeued job."""
-        self.wait("the requeued job to be pending", lambda: self.job(number)["JobState"] in ("PENDING", "RUNNING"), timeout_s=60)
+    def start_now(self, number: str, restarts: int) -> None:
+        """Wait for the job's `restarts`-th requeue and take away the delay that Slurm puts before a requeued job."""
+        self.wait(f"requeue {restarts}", lambda: int(self.job(number)["Restarts"]) >= restarts and self.job(number)["JobState"] in ("PENDING", "RUNNING"), timeout_s=60)
+        time.sleep(2.1)  # Slurm revokes the credentials of the second in which the job was requeued
         subprocess.run(["scontrol", "update", f"JobId={number}", "StartTime=now"], env=self.environment, capture_output=True)
 
     def wait(self, what: str, condition, timeout_s: float):

@@ -100,11 +100,12 @@ ranks() {
   local group=$1 port=$((20000 + (SLURM_JOB_ID * 64 + RESTART * 16 + $2) % 40000)) per_node=$3 log=$4 list=($5)
   shift 5
   local options=(--overlap --kill-on-bad-exit=1 --nodes=${#list[@]} --ntasks=$((${#list[@]} * per_node)) --ntasks-per-node="$per_node" --nodelist="$(IFS=,; echo "${list[*]}")")
-  ((HETEROGENEOUS)) && options+=(--het-group="$group")
+  local job=$SLURM_JOB_ID component=SLURM_JOB_ID_HET_GROUP_$group
+  ((HETEROGENEOUS)) && options+=(--het-group="$group") job=${!component}
   export MASTER_ADDR=$(address_of "${list[0]}") MASTER_PORT=$port
   exec srun "${options[@]}" --output="$log-%t.log" --open-mode=append bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE='"$per_node"'
-    ((RANK == 0)) && echo "$SLURM_JOB_ID.$SLURM_STEP_ID" > "'"$log"'.step"
+    ((RANK == 0)) && echo "'"$job"'.$SLURM_STEP_ID" > "'"$log"'.step"
     exec "$@" stream.bind=$(address_of "$SLURMD_NODENAME")' rank "$@"
 }
 '''
