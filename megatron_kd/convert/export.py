@@ -61,10 +61,7 @@ def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str 
     config = naming.text_only_config(read_json(Path(reference) / "config.json"))
     saved = checkpoint.run_config(checkpoint_dir).get("model", {})
     mtp_layers = saved.get("mtp_num_layers") or None
-    overrides = {"mtp_num_layers": mtp_layers}
-    provider = model.teacher_provider(reference, layout=layout, dtype=dtype, load_weights=False, overrides=overrides)
-    chunks = model.build_model(provider, seed=0)
-    checkpoint.load_weights(chunks, checkpoint_dir)
+    chunks = _trained_model(checkpoint_dir, reference, layout, dtype, mtp_layers)
     tensors = checkpoint.hf_tensors(model.bridge_for(reference, dtype), chunks, vocab_size=config["vocab_size"])
     tokens_bs = torch.randint(0, config["vocab_size"], PARITY_TOKENS, generator=torch.Generator().manual_seed(0))
     config = _exported_config(config, mtp_layers, dtype)
@@ -86,6 +83,22 @@ def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str 
             ours_bsV = _logits_on_rank_0(checkpoint.forward_logits(chunks, tokens_bs))[..., : config["vocab_size"]]
             error = _check_parity(writer.close_shards(), tokens_bs, ours_bsV, dtype, max_logit_error)
     return Exported(num_tensors=num_tensors, num_bytes=writer.num_bytes, max_logit_error=error)
+
+
+def _trained_model(checkpoint_dir: str | Path, reference: str | Path, layout: ParallelLayout, dtype: torch.dtype, mtp_layers: int | None) -> list[torch.nn.Module]:
+    """The checkpoint's model; for adapters the reference's weights under them."""
+    from megatron_kd.mcore import checkpoint, model
+
+    peft = checkpoint.adapters_of(checkpoint_dir)
+    provider = model.teacher_provider(reference, layout=layout, dtype=dtype, load_weights=peft is not None, overrides={"mtp_num_layers": mtp_layers})
+    if peft is None:
+        chunks = model.build_model(provider, seed=0)
+        checkpoint.load_weights(chunks, checkpoint_dir)
+        return chunks
+    provider.register_pre_wrap_hook(lambda built: peft(built, training=False))
+    chunks = model.build_model(provider, seed=0)
+    checkpoint.load_adapters(chunks, checkpoint_dir, peft)
+    return chunks
 
 
 def _expected_bytes(reference: str | Path, dtype: torch.dtype) -> int | None:

@@ -2,7 +2,7 @@
 
 Owns which tensors stay, under which name, and what the config says then. Called by `megatron-kd train` (student.init: pruned)
 and `megatron-kd convert prune`. Streams tensor by tensor; MXFP4 weights stay MXFP4. Multi-token prediction layers are dropped
-(they belong to the layers that they were trained behind); width is left to ModelOpt.
+with the first layer or expert (they belong to the layers that they were trained behind); width is left to ModelOpt.
 """
 
 import re
@@ -27,6 +27,8 @@ class PrunePlan:
     """The teacher's layers in ascending order; the student's layer i is `layers[i]`."""
     experts: Mapping[int, tuple[int, ...]]
     """Teacher layer -> its experts that stay, ascending; empty: all of them."""
+    keeps_mtp: bool
+    """Whether multi-token prediction layers stay: only where nothing else goes."""
 
 
 def prune(source: str | Path, target: str | Path, spec: PruneConfig, *, overwrite: bool = False, progress: Progress | None = None) -> Path:
@@ -58,7 +60,8 @@ def make_plan(checkpoint: Checkpoint, spec: PruneConfig) -> PrunePlan:
     else:
         layers = even_layers(total, spec.num_layers or total, period=_pattern_period(text))
     _check_pattern(text, layers)
-    return PrunePlan(layers=layers, experts=_experts_to_keep(text, layers, spec))
+    experts = _experts_to_keep(text, layers, spec)
+    return PrunePlan(layers=layers, experts=experts, keeps_mtp=len(layers) == total and not experts)
 
 
 def even_layers(num_layers: int, keep: int, period: int = 1) -> tuple[int, ...]:
@@ -73,8 +76,9 @@ def even_layers(num_layers: int, keep: int, period: int = 1) -> tuple[int, ...]:
 
 
 def pruned_config(config: dict, plan: PrunePlan) -> dict:
-    """The student's config.json: text only, per-layer lists cut, counts changed, no MTP."""
-    text = naming.without_mtp(naming.text_only_config(config))
+    """The student's config.json: text only, per-layer lists cut, counts changed."""
+    text = naming.text_only_config(config)
+    text = text if plan.keeps_mtp else naming.without_mtp(text)
     total = text["num_hidden_layers"]
     result = {key: [value[i] for i in plan.layers] if isinstance(value, list) and len(value) == total and _is_per_layer(key) else value for key, value in text.items()}
     result["num_hidden_layers"] = len(plan.layers)
@@ -159,7 +163,7 @@ def _kept_tensors(checkpoint: Checkpoint, plan: PrunePlan) -> Iterator[tuple[str
     total = naming.num_experts(checkpoint.text_config)
     for stored in sorted(checkpoint.specs, key=_natural):
         name = naming.text_name(stored) if naming.is_text_wrapper(checkpoint.config) else stored
-        if name is None or naming.MTP.match(name):
+        if name is None or (naming.MTP.match(name) and not plan.keeps_mtp):
             continue
         part = naming.layer_of(name)
         if part is None:

@@ -49,6 +49,8 @@ def shrink(recipe_path: str | Path, folder: str | Path, overrides: tuple[str, ..
     recipe = build(read(recipe_path), overrides, source=str(recipe_path))
     notes: list[str] = []
     layouts = _layouts(recipe, notes)
+    if _is_moe(config_of(recipe.student.model)) and config_of(recipe.student.model).get("mtp_num_hidden_layers"):
+        notes.append("multi-token prediction of a MoE student: Bridge maps its experts for grouped GEMM only, which the CPU lacks")
     content = {
         "name": f"{recipe.name}_shrunk", "device": "cpu", "output_dir": str(folder / "out"),
         "student": _student(recipe, folder, layouts["student"]), "teacher": _teacher(recipe, folder, layouts["teacher"]),
@@ -196,7 +198,7 @@ def _write_models(recipe: Recipe, folder: Path, content: dict) -> None:
     tiny = tiny_config(teacher, num_layers=deep, scale=2 if wide_teacher else 1, num_experts=experts)
     _replace(folder / "teacher", tiny, seed=1, packed_mxfp4=teacher["model_type"] == "gpt_oss")
     if not pruned:
-        _replace(folder / "student", tiny_config(student, scale=2 if wide_student else 1), seed=2, packed_mxfp4=False)
+        _replace(folder / "student", tiny_config(student, scale=2 if wide_student else 1, keep_mtp=not _is_moe(student)), seed=2, packed_mxfp4=False)
     if experts:
         statistics = {str(layer): {"tokens": 1, "mass": [math.sin(layer + 3 * e) + 1 for e in range(experts)]} for layer in range(deep)}
         (folder / "router_statistics.json").write_text(json.dumps(statistics))

@@ -4,6 +4,7 @@ Owns the small sizes and the small tokenizer. Called by shrink.py (proof runs on
 Hugging Face directory (config.json, tokenizer, safetensors), so that every reader is exercised as with the real one.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,12 +27,13 @@ SIZES = {
 MODEL_CLASSES = {"gpt_oss": "GptOssForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM", "llama": "LlamaForCausalLM"}
 
 
-def tiny_config(config: dict, *, num_layers: int = 4, scale: int = 1, num_experts: int | None = None) -> dict:
-    """The config of a tiny model of `config`'s kind (text only, no MTP). `scale` multiplies the widths, so that teacher and student differ.
+def tiny_config(config: dict, *, num_layers: int = 4, scale: int = 1, num_experts: int | None = None, keep_mtp: bool = False) -> dict:
+    """The config of a tiny model of `config`'s kind, text only. `scale` multiplies the widths, so that teacher and student differ.
 
-    Errors: ConvertError for a family that is not known here.
+    `keep_mtp`: with its multi-token prediction layer (dense Qwen3.5). Errors: ConvertError for a family that is not known here.
     """
-    text = naming.without_mtp(naming.text_only_config(config))
+    text = naming.text_only_config(config)
+    text = text if keep_mtp else naming.without_mtp(text)
     family = text.get("model_type")
     if family not in MODEL_CLASSES:
         raise ConvertError(rule("model_type", family, f"must be one of {sorted(MODEL_CLASSES)}", "Shrinking is for the recipes' families"))
@@ -80,9 +82,25 @@ def write_tiny_model(config: dict, target: str | Path, *, seed: int = 0, std: fl
                 writer.add(name + mxfp4.SCALES, scales)
             else:
                 writer.add(name, tensor)
+        for name, tensor in _mtp_tensors(saved, model.state_dict()):
+            writer.add(name, tensor)
         writer.add_json("config.json", saved)
         _write_tokenizer(writer)
     return Path(target)
+
+
+def _mtp_tensors(config: dict, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A multi-token prediction layer in Qwen3.5's names: a full-attention layer of its own, and the projection of [embedding, hidden]."""
+    if not config.get("mtp_num_hidden_layers"):
+        return
+    layer = f"model.layers.{len(config['layer_types']) - 1 - config['layer_types'][::-1].index('full_attention')}."
+    for name, tensor in tensors.items():
+        if name.startswith(layer):
+            yield name.replace(layer, "mtp.layers.0."), tensor.clone()
+    norm = tensors["model.norm.weight"]
+    for name in ("mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"):
+        yield name, norm.clone()
+    yield "mtp.fc.weight", torch.cat([torch.eye(len(norm)), torch.eye(len(norm))], dim=1) * 0.5
 
 
 def _layer_types(text: dict, num_layers: int) -> list[str]:

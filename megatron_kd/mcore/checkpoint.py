@@ -55,6 +55,32 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: str | Path) -> N
                                 "Give the Hugging Face reference (config) that the checkpoint was trained from")) from e
 
 
+def adapters_of(checkpoint: str | Path):
+    """Bridge's PEFT object (LoRA, ...) that the checkpoint was trained with, or None."""
+    settings = run_config(checkpoint).get("peft")
+    if not settings:
+        return None
+    from megatron.bridge.utils.instantiate_utils import instantiate
+
+    return instantiate({key: value for key, value in settings.items() if key != "params_to_save"})
+
+
+def load_adapters(chunks: Sequence[torch.nn.Module], checkpoint: str | Path, peft) -> None:
+    """Load adapters into chunks that `peft` transformed; their base weights are not in the checkpoint. Collective."""
+    from megatron.bridge.training.checkpointing import _generate_model_state_dict, apply_peft_adapter_filter_to_state_dict
+    from megatron.bridge.training.utils.pg_utils import get_pg_collection
+    from megatron.core import dist_checkpointing
+
+    path = str(iteration_dir(checkpoint))
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=dist_checkpointing.load_common_state_dict(path))
+    wanted = _generate_model_state_dict(list(chunks), {"metadata": metadata}, pg_collection=get_pg_collection(list(chunks)))
+    loaded = dist_checkpointing.load(apply_peft_adapter_filter_to_state_dict(wanted, peft), path, strict="assume_ok_unexpected")
+    for i, chunk in enumerate(chunks):
+        unexpected = chunk.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{i}"], strict=False).unexpected_keys
+        if unexpected:
+            raise ConvertError(rule("adapters", unexpected[:4], "the model has no such adapters", "Export with the recipe that trained them"))
+
+
 def save_weights(chunks: Sequence[torch.nn.Module], directory: str | Path, *, tokenizer: str | Path | None = None) -> None:
     """Write the weights as a Megatron checkpoint (iter_0000000, no optimizer state) with its run_config.yaml. Collective."""
     from megatron.bridge.training.model_load_save import save_megatron_model

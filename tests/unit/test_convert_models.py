@@ -150,7 +150,7 @@ def test_mxfp4_unpacks_as_transformers_does_and_rounds_to_the_nearest_value(mode
     assert torch.equal((mxfp4.unpack(blocks, scales, torch.float32) - values).abs(), nearest)
 
 
-def test_a_multimodal_wrapper_becomes_its_text_model_without_mtp(models, tmp_path):
+def test_a_multimodal_wrapper_becomes_its_text_model_and_keeps_mtp_until_it_is_pruned(models, tmp_path):
     text = Checkpoint.open(models["qwen_moe"])
     wrapper = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "tie_word_embeddings": False,
                "text_config": text.config | {"mtp_num_hidden_layers": 1}, "vision_config": {"depth": 1}}
@@ -162,8 +162,11 @@ def test_a_multimodal_wrapper_becomes_its_text_model_without_mtp(models, tmp_pat
         writer.add_json("config.json", wrapper)
     prune(tmp_path / "vl", tmp_path / "out", PruneConfig())
     assert torch.equal(logits(load(tmp_path / "out")), logits(load(models["qwen_moe"])))
-    config = Checkpoint.open(tmp_path / "out").config
-    assert config["mtp_num_hidden_layers"] == 0 and "vision_config" not in config
+    text_only = Checkpoint.open(tmp_path / "out")
+    assert text_only.config["mtp_num_hidden_layers"] == 1 and "mtp.layers.0.input_layernorm.weight" in text_only.specs
+    assert "vision_config" not in text_only.config and not any("visual" in name for name in text_only.specs)
+    pruned = Checkpoint.open(prune(tmp_path / "vl", tmp_path / "fewer", PruneConfig(num_layers=4)))
+    assert pruned.config["mtp_num_hidden_layers"] == 0 and not any("mtp" in name for name in pruned.specs)
 
 
 @pytest.mark.parametrize(("spec", "message"), [
