@@ -26,6 +26,11 @@ FORWARD_ONLY = {
     "attention_dropout": 0.0,
     "cuda_graph_impl": "none",
     "overlap_moe_expert_parallel_comm": False,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+    "moe_input_jitter_eps": None,
+    "moe_enable_routing_replay": False,
+    "moe_router_force_load_balancing": False,
 }
 
 
