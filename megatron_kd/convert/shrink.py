@@ -5,8 +5,10 @@ recipes. What cannot be kept on a CPU (context parallelism, packed sequences, GP
 dropped, and each drop is named.
 """
 
+import dataclasses
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -206,8 +208,6 @@ def _write_models(recipe: Recipe, folder: Path, content: dict) -> None:
 
 
 def _replace(target: Path, config: dict, **options) -> None:
-    import shutil
-
     if target.exists():
         shutil.rmtree(target)
     write_tiny_model(config, target, **options)
@@ -215,12 +215,10 @@ def _replace(target: Path, config: dict, **options) -> None:
 
 def _changed(section, skip: tuple[str, ...] = ()) -> dict:
     """The fields of a recipe's section that differ from their defaults, as plain values."""
-    import dataclasses
-
     out = {}
     for f in dataclasses.fields(section):
         value = getattr(section, f.name)
-        default = f.default if f.default is not dataclasses.MISSING else f.default_factory() if f.default_factory is not dataclasses.MISSING else dataclasses.MISSING
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         if f.name not in skip and value != default:
             out[f.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else list(value) if isinstance(value, tuple) else value
     return out
