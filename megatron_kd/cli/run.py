@@ -1,6 +1,6 @@
 """Start a recipe's teacher replicas and its student on this machine, and supervise them: one command, prefixed output, one exit code.
 
-    megatron-kd run recipes/demo_smollm2_streamed.yaml train.iters=10
+    megatron-kd run recipes/demo_smollm2.yaml train.iters=10
 When one side dies, the other is ended, and the last line says which died first and how. For several machines: `megatron-kd launch`.
 """
 
