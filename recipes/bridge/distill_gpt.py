@@ -4,18 +4,20 @@
     torchrun --nproc-per-node 8 recipes/bridge/distill_gpt.py --student openai/gpt-oss-20b --teacher openai/gpt-oss-120b \
         model.tensor_model_parallel_size=2 model.expert_model_parallel_size=8 train.train_iters=1000
 
-The lines marked `distillation` are all that it has beyond a plain pretraining script. Overrides are Bridge's own, by dotted path.
-In your own script `pretrain_config` is one of Bridge's recipes; here it is written out so that it also works without a hub.
+The lines marked `distillation` are all that it has beyond a plain pretraining script. Overrides are attributes of
+Bridge's ConfigContainer by dotted path. In your own script `pretrain_config` is one of Bridge's recipes; here it is written out so that it
+also works without a hub.
 """
 
 import argparse
+import functools
 
 import torch
+import yaml
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.config import (CheckpointConfig, ConfigContainer, DistributedDataParallelConfig, LoggerConfig, MockGPTDatasetConfig, OptimizerConfig, RNGConfig,
                                              SchedulerConfig, TokenizerConfig, TrainingConfig, ValidationConfig)
 from megatron.bridge.training.pretrain import pretrain
-from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
 import megatron_kd  # distillation
 
@@ -41,6 +43,17 @@ def pretrain_config(student: str, seq_length: int = 4096) -> ConfigContainer:
     )
 
 
+def apply_overrides(cfg: ConfigContainer, overrides: list[str]) -> None:
+    """`a.b=value` sets cfg.a.b; values are YAML."""
+    for override in overrides:
+        path, _, value = override.partition("=")
+        *parents, name = path.split(".")
+        owner = functools.reduce(getattr, parents, cfg)
+        if not hasattr(owner, name):
+            raise SystemExit(f"{path}: Bridge's configuration has no such setting")
+        setattr(owner, name, yaml.safe_load(value))
+
+
 def main(argv: list[str] | None = None) -> None:
     """Parse, configure, train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -48,7 +61,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--teacher", required=True, help="the same")
     args, overrides = parser.parse_known_args(argv)
 
-    cfg = process_config_with_overrides(pretrain_config(args.student), cli_overrides=overrides)
+    cfg = pretrain_config(args.student)
+    apply_overrides(cfg, overrides)
     kd = megatron_kd.attach(cfg, teacher=args.teacher)  # distillation
     pretrain(cfg, kd.forward_step, callbacks=kd.callbacks)  # was: pretrain(cfg, forward_step)
 
