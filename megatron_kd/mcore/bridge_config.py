@@ -6,6 +6,7 @@ The recipe's `bridge` section is applied last, by dotted path. The CPU runtime m
 
 import difflib
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,7 +155,8 @@ def _dataset(recipe: Recipe, sources: Sources):
         if data.packed:
             from megatron.bridge.data.packing.config import PackedSequenceSpecs
 
-            packing = dict(enable_offline_packing=True, offline_packing_specs=PackedSequenceSpecs(packed_sequence_size=data.seq_length))
+            specs = PackedSequenceSpecs(packed_sequence_size=data.seq_length, pad_seq_to_mult=packing_multiple(recipe))
+            packing = dict(enable_offline_packing=True, offline_packing_specs=specs)
         return GPTSFTDatasetConfig(seq_length=data.seq_length, dataset_root=data.sft_dir, seed=recipe.train.seed, do_validation=recipe.train.eval_iters > 0, do_test=False,
                                    dataloader_type="batch", **common, **packing)
     gpt = dict(seq_length=data.seq_length, random_seed=recipe.train.seed, reset_attention_mask=False, reset_position_ids=False, eod_mask_loss=False, dataloader_type="single",
@@ -167,6 +169,12 @@ def _dataset(recipe: Recipe, sources: Sources):
         held_out = get_blend_from_list([sources.text.held_out_prefix]) if recipe.train.eval_iters else None
         return GPTDatasetConfig(blend_per_split=[get_blend_from_list([sources.text.train_prefix]), held_out, None], path_to_cache=f"{sources.text.folder}/index", **gpt)
     return GPTDatasetConfig(data_path=list(data.paths), split=data.split, path_to_cache=data.cache_dir, **gpt)
+
+
+def packing_multiple(recipe: Recipe) -> int:
+    """What packed documents are padded to a multiple of: context parallelism cuts each into 2 x cp equal chunks, on the student's side and the teacher's."""
+    degrees = [part.cp for part in (recipe.student.layout, recipe.teacher.layout) if part is not None]
+    return 2 * math.lcm(*degrees) if max(degrees) > 1 else 1
 
 
 def _tokenizer(recipe: Recipe, sources: Sources, vocab_size: int):

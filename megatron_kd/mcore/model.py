@@ -94,11 +94,18 @@ def provider_for(source: str | os.PathLike | object, *, layout: ParallelLayout, 
         settings["seq_length"] = seq_length
     if provider.vocab_size % layout.tp:
         settings |= {"should_pad_vocab": True, "make_vocab_size_divisible_by": 1}
+    if layout.cp > 1 and needs_all_to_all_cp(provider):
+        settings["cp_comm_type"] = "a2a"
     settings |= overrides or {}
     check_divisible(provider, layout)
     with warnings_of_deprecation():
         provider.apply_overrides_and_finalize(dtype=dtype, overrides=settings)
     return provider
+
+
+def needs_all_to_all_cp(provider) -> bool:
+    """Whether Transformer Engine's default ring of context parallelism refuses this model's attention: attention sinks and sliding windows (GPT-OSS)."""
+    return getattr(provider, "softmax_type", "vanilla") != "vanilla" or getattr(provider, "window_size", None) is not None
 
 
 def check_divisible(provider, layout: ParallelLayout) -> None:
