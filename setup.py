@@ -31,7 +31,8 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.20", "triton>=3.6"],
         "stream": ["nixl>=1.5"],
-        "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "liger-kernel"],
+        "s3": ["s3fs"],
+        "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "liger-kernel", "moto>=5", "flask", "flask-cors", "py-partiql-parser", "s3fs"],
     },
     entry_points={"console_scripts": ["megatron-kd=megatron_kd.cli.main:main"]},
 )
