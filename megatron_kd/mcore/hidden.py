@@ -19,17 +19,24 @@ class Inputs:
 
     tokens_bt: torch.Tensor
     """int64 token ids."""
-    position_ids_bt: torch.Tensor
-    """int64 positions."""
+    position_ids: torch.Tensor
+    """int64 positions: [b, t], or all [b, s] where the model's rotary embedding cuts them itself (has_mrope, not packed)."""
     packed: object | None = None
     """megatron-core PackedSeqParams, or None."""
 
 
+def has_mrope(lm: torch.nn.Module) -> bool:
+    """Whether this model rotates by multimodal positions [3, b, s] (Qwen's vision-language models)."""
+    return getattr(lm, "position_embedding_type", None) == "mrope"
+
+
 def hidden_fwd(lm: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
     """[p, b, H] on the last stage; on others the activations that the pipeline sends on. Call it under no_grad."""
-    position_ids = inputs.position_ids_bt
-    if getattr(lm, "position_embedding_type", None) == "mrope":  # text only: the three axes of multimodal rotary positions agree
+    position_ids = inputs.position_ids
+    if has_mrope(lm):  # text only: the three axes of multimodal rotary positions agree
         position_ids = position_ids.unsqueeze(0).expand(3, *position_ids.shape)
+        if hasattr(lm.rotary_pos_emb, "is_thd_format"):  # the vision-language model around `lm` sets it before each forward
+            lm.rotary_pos_emb.is_thd_format = inputs.packed is not None
     arguments = {"input_ids": inputs.tokens_bt, "position_ids": position_ids, "attention_mask": None, "packed_seq_params": inputs.packed}
     if not lm.post_process:
         return lm(**arguments)

@@ -7,13 +7,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.errors import UnsupportedLayout, rule
+from megatron_kd.mcore.transfer import to_device
 
 
-def packed_params(cu_seqlens: torch.Tensor):
-    """megatron-core's PackedSeqParams (THD) for int32 boundaries [documents + 1] without padding."""
+def packed_params(cu_seqlens: torch.Tensor, device: torch.device):
+    """megatron-core's PackedSeqParams (THD) on `device` for int32 boundaries [documents + 1] on the CPU, without padding."""
     from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
 
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    cu_seqlens = to_device(cu_seqlens, device)
     return get_packed_seq_params({"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_kv": longest})
 
 

@@ -18,6 +18,7 @@ from megatron_kd.mcore import configure, iterators
 from megatron_kd.mcore.groups import Groups
 from megatron_kd.mcore.model import language_model
 from megatron_kd.mcore.output_layer import HeadCall, OutputLayerHook
+from megatron_kd.mcore.transfer import to_device
 from megatron_kd.rows import TokenBlock, token_hash
 from megatron_kd.student import loss as losses
 from megatron_kd.student.lookahead import LookAhead
@@ -301,7 +302,7 @@ class Engine:
     def _without_teacher(self, call: HeadCall, micro: MicroBatch, selection: RowSelection, objective: Objective) -> torch.Tensor:
         """Cross-entropy of the same rows over the same denominator; its rows do not count in the mean of KD."""
         out, _ = losses.fused_loss(call, selection, None, replace(objective, kd_weight=0.0), self._vocab, self._settings.loss, self._flags_on(call))
-        weights = selection.weights_N.to(out.ce_N.device)
+        weights = to_device(selection.weights_N, out.ce_N.device)
         micro.denominator = denominator_of(weights, self._settings.loss.denominator, self._weight_units)
         of_teacher = ("kd loss",) if self.targets.head is not None else ("kd loss", "student mass kept", "teacher mass kept")
         micro.sums = {**dict.fromkeys(of_teacher, out.kd_N.new_zeros(())), "ce loss": (out.ce_N * weights).sum()}

@@ -14,6 +14,7 @@ from megatron_kd.loss.hidden_term import HiddenTerm
 from megatron_kd.loss.objective import Objective
 from megatron_kd.loss.signals import HiddenTeacher, Teacher, TopKTeacher
 from megatron_kd.mcore.output_layer import HeadCall
+from megatron_kd.mcore.transfer import to_device
 from megatron_kd.rows import RowBlock, TopKBlock
 from megatron_kd.student.selection import RowSelection, align
 from megatron_kd.student.targets import TeacherHead
@@ -32,7 +33,7 @@ def teacher_of(rows: RowBlock | TopKBlock, head: TeacherHead | None, selection: 
     index_N = align(rows, selection)
 
     def pick(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device) if index_N is None else tensor.index_select(0, index_N.to(tensor.device)).to(device)
+        return to_device(tensor if index_N is None else tensor.index_select(0, to_device(index_N, tensor.device)), device)
 
     if isinstance(rows, TopKBlock):
         return TopKTeacher(ids_NK=pick(rows.ids_NK), log_probs_NK=pick(rows.log_probs_NK), tail_N=pick(rows.tail_N))
@@ -51,10 +52,10 @@ def check_finite(teacher: Teacher, source: str, where: str) -> None:
 
 def counted_weights(teacher: Teacher, selection: RowSelection, loss: LossConfig, device: torch.device) -> torch.Tensor:
     """[N] weights that the denominator counts: the loss mask's, without rows that on_nonfinite: drop_rows leaves out."""
-    weights_N = selection.weights_N.to(device)
+    weights_N = to_device(selection.weights_N, device)
     if loss.on_nonfinite != "drop_rows":
         return weights_N
-    return weights_N * finite_rows(teacher).to(device)
+    return weights_N * to_device(finite_rows(teacher), device)
 
 
 def finite_rows(teacher: Teacher) -> torch.Tensor:
@@ -70,14 +71,14 @@ def fused_loss(call: HeadCall, selection: RowSelection, teacher: Teacher | None,
     group, rows_per_rank = call.tp_group if tp > 1 else None, selection.rows_per_rank(tp) if call.is_sequence_parallel else None
     if not selection.is_all:
         index = selection.of_rank(call.tp_group.rank(), tp) if call.is_sequence_parallel else selection.hidden_index_N
-        flat = flat.index_select(0, index.to(device))
-    labels_N = call.labels_bt.reshape(-1).index_select(0, selection.output_index_N.to(device))
-    out = fused_linear_kd(flat, call.weight_VH, teacher, vocab=vocab, objective=objective, labels_N=labels_N, weights_N=selection.weights_N.to(device), tp_group=group,
-                          rows_per_rank=rows_per_rank, head_bias_V=call.bias_V, student_transform=call.transform, dw=call.dw, on_nonfinite=loss.on_nonfinite, flags=flags,
-                          window_rows=loss.window_rows, backend=loss.backend)
+        flat = flat.index_select(0, to_device(index, device))
+    labels_N = call.labels_bt.reshape(-1).index_select(0, to_device(selection.output_index_N, device))
+    out = fused_linear_kd(flat, call.weight_VH, teacher, vocab=vocab, objective=objective, labels_N=labels_N, weights_N=to_device(selection.weights_N, device),
+                          tp_group=group, rows_per_rank=rows_per_rank, head_bias_V=call.bias_V, student_transform=call.transform, dw=call.dw,
+                          on_nonfinite=loss.on_nonfinite, flags=flags, window_rows=loss.window_rows, backend=loss.backend)
     if hidden_term is None:
         return out, {}
-    rows_NH, finite_N = teacher.rows_NH, None
+    rows_NH, finite_N = teacher.rows_NH.clone(), None  # its backward reads them when the source has long taken its memory back
     if loss.on_nonfinite == "drop_rows":
         finite_N = finite_rows(teacher)
         rows_NH = torch.where(finite_N[:, None], rows_NH, 0.0)
@@ -89,5 +90,5 @@ def scatter(loss_N: torch.Tensor, selection: RowSelection, shape_bt: torch.Size)
     """[b, t] with the rows' losses in place and 0 elsewhere, as compute_language_model_loss returns it."""
     if selection.is_all and shape_bt[0] == 1:
         return loss_N.view(shape_bt)
-    flat = loss_N.new_zeros(shape_bt.numel()).index_put((selection.output_index_N.to(loss_N.device),), loss_N)
+    flat = loss_N.new_zeros(shape_bt.numel()).index_put((to_device(selection.output_index_N, loss_N.device),), loss_N)
     return flat.view(shape_bt)

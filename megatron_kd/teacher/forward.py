@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_kd.mcore import hidden, slices
+from megatron_kd.mcore.transfer import to_device
 from megatron_kd.rows import RowBlock, TokenBlock
 
 
@@ -41,8 +42,10 @@ def _inputs(lm: torch.nn.Module, block: TokenBlock, device: torch.device) -> hid
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
     cut = slices.local_slice({"tokens": tokens, "position_ids": positions}, block.cu_seqlens, lm.pg_collection.cp)
-    packed = None if block.cu_seqlens is None else slices.packed_params(block.cu_seqlens.to(device))
-    return hidden.Inputs(tokens_bt=cut["tokens"].to(device, torch.int64), position_ids_bt=cut["position_ids"].to(device, torch.int64), packed=packed)
+    if block.cu_seqlens is None and hidden.has_mrope(lm):
+        cut["position_ids"] = positions  # multimodal rotary embeddings cut their angles themselves, unless documents are packed
+    packed = None if block.cu_seqlens is None else slices.packed_params(block.cu_seqlens, device)
+    return hidden.Inputs(tokens_bt=to_device(cut["tokens"], device, torch.int64), position_ids=to_device(cut["position_ids"], device, torch.int64), packed=packed)
 
 
 def local_rows(lm: torch.nn.Module, block: TokenBlock, *, gathered: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,4 +68,4 @@ def _select(lm: torch.nn.Module, block: TokenBlock, hidden_pbH: torch.Tensor, ga
     index_N, row_ids_N = local_rows(lm, block, gathered=gather)
     flat = hidden_pbH.reshape(-1, hidden_pbH.shape[-1])
     all_rows = index_N.numel() == flat.shape[0] and bool((index_N == torch.arange(index_N.numel())).all())
-    return RowBlock(hidden_NH=flat if all_rows else flat.index_select(0, index_N.to(flat.device)), row_ids_N=row_ids_N, hash=block.hash)
+    return RowBlock(hidden_NH=flat if all_rows else flat.index_select(0, to_device(index_N, flat.device)), row_ids_N=row_ids_N, hash=block.hash)
