@@ -72,8 +72,14 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def start_runtime(recipe: Recipe) -> None:
-    """The CPU runtime where the recipe asks for it, with this rank's share of the cores."""
-    if recipe.device == "cpu":
+    """The CPU runtime where the recipe asks for it, with this rank's share of the cores; on GPUs what must be set before CUDA starts.
+
+    One hardware queue (Megatron's demand for tensor and context parallelism below Blackwell) lets kernels start in the order of their launches: a
+    collective is not overtaken by the GEMM that it is to run beside, and communicators that overlap start in one order on every rank.
+    """
+    if recipe.device == "cuda":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    else:
         from megatron_kd.mcore import cpu
 
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -3,6 +3,7 @@
 Called by `megatron-kd train`. The CPU runtime must be installed first where there is no GPU.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -41,9 +42,24 @@ class EvaluateFirst:
 
         consumed = state.train_state.consumed_valid_samples
         iterator = _validation_iterator(state, context.model)
-        with self._attached.evaluating(iterator):
+        with self._attached.evaluating(iterator), _whole_parameters(context.model, state.cfg):
             evaluate(state, self._attached.forward_step, iterator, context.model, None, state.cfg, callback_manager=normalize_callbacks(list(self._callbacks)))
         state.train_state.consumed_valid_samples = consumed
+
+
+@contextlib.contextmanager
+def _whole_parameters(model, cfg):
+    """The parameter all-gathers of `overlap_param_gather` stay off, as in Bridge's own evaluations: every rank holds all weights before the first step."""
+    from megatron.bridge.training import train as loop
+
+    overlaps = loop.should_disable_forward_pre_hook(cfg.ddp.use_megatron_fsdp, cfg.optimizer.use_distributed_optimizer, cfg.ddp.overlap_param_gather)
+    if overlaps:
+        loop.disable_forward_pre_hook(model, param_sync=False)
+    try:
+        yield
+    finally:
+        if overlaps:
+            loop.enable_forward_pre_hook(model)
 
 
 def _validation_iterator(state, model):
