@@ -78,7 +78,8 @@ def start_runtime(recipe: Recipe) -> None:
     collective is not overtaken by the GEMM that it is to run beside, and communicators that overlap start in one order on every rank.
     """
     if recipe.device == "cuda":
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if any(part is not None and part.tp * part.cp > 1 for part in (recipe.student.layout, recipe.teacher.layout)):
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     else:
         from megatron_kd.mcore import cpu
 
