@@ -147,9 +147,9 @@ class Engine:
     @property
     def _weight_units(self) -> int:
         """Units of a weight in Megatron's int32 token count: 1/1024, coarser where a global batch would overflow it, 1 beside MoE
-        auxiliary losses, which the same count divides."""
+        auxiliary losses and multi-token prediction, which the same count divides."""
         config = self._cfg.model
-        if getattr(config, "num_moe_experts", None):
+        if getattr(config, "num_moe_experts", None) or getattr(config, "mtp_num_layers", None):
             return 1
         return max(1, min(WEIGHT_UNITS, 2**30 // (self._cfg.train.global_batch_size * config.seq_length)))
 
