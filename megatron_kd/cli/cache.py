@@ -3,7 +3,7 @@
     megatron-kd cache build RECIPE [key=value ...]      (alone, or under torchrun with the teacher's layout)
     megatron-kd cache coverage RECIPE [key=value ...]   how much of what the recipe will read is stored
     megatron-kd cache stat STORE [--json] [--bench]     STORE: a folder, a URL such as s3://bucket/prefix, or a recipe
-    megatron-kd cache verify STORE [--against RECIPE]   every byte; with a recipe also a sample through the teacher
+    megatron-kd cache verify STORE [--against RECIPE [key=value ...]]   every byte; with a recipe also a sample through the teacher
     megatron-kd cache merge TARGET SOURCE [SOURCE ...]
     megatron-kd cache repair STORE
 """
@@ -35,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stat.add_argument("--threads", type=int, default=1, help="reader threads of --bench")
     verify = actions.add_parser("verify", help="check every byte; exit code 1 on any finding")
     verify.add_argument("store")
-    verify.add_argument("--against", metavar="RECIPE", help="run a sample of the recipe's data through its teacher again and compare")
+    verify.add_argument("--against", nargs="+", metavar=("RECIPE", "key=value"), help="run a sample of the recipe's data through its teacher again and compare")
     verify.add_argument("--samples", type=int, default=8, help="micro-batches of that sample")
-    verify.add_argument("overrides", nargs="*", metavar="key=value", help="for the recipe of --against")
     merge = actions.add_parser("merge", help="copy what TARGET lacks from other stores")
     merge.add_argument("target")
     merge.add_argument("sources", nargs="+")
@@ -116,7 +115,7 @@ def verify(args: argparse.Namespace) -> int:
         findings = upkeep.verify(open_store(args.store), _percent("verifying"))
         print("\n".join(findings) if findings else "every byte is as it was written")
         return 1 if findings else 0
-    return _on_ranks(args.against, args.overrides, lambda recipe, say: _against(recipe, open_store(args.store), args.samples, say))
+    return _on_ranks(args.against[0], args.against[1:], lambda recipe, say: _against(recipe, open_store(args.store), args.samples))
 
 
 def build(args: argparse.Namespace) -> int:
@@ -126,12 +125,15 @@ def build(args: argparse.Namespace) -> int:
 
 def coverage(args: argparse.Namespace) -> int:
     """Look every segment up; no teacher runs."""
-    return _on_ranks(args.recipe, args.overrides, lambda recipe, say: _coverage(recipe, say, as_json=args.json))
+    return _on_ranks(args.recipe, args.overrides, lambda recipe, say: _coverage(recipe, as_json=args.json))
 
 
 def _on_ranks(path: str, overrides: list[str], work) -> int:
-    """Run `work(recipe, say)` with a process group and this rank's log file; errors reach the terminal of the rank that has them."""
+    """Run `work(recipe, say) -> (exit code, text for stdout or None)` with a process group, its own output in this rank's log file, progress by
+    `say` on the terminal's stderr."""
     from pathlib import Path
+
+    import torch.distributed
 
     from megatron_kd.cli import logs
     from megatron_kd.cli.train import rank_and_world
@@ -139,26 +141,24 @@ def _on_ranks(path: str, overrides: list[str], work) -> int:
     recipe = load(path, overrides)
     rank, _ = rank_and_world()
     log = Path(recipe.output_dir) / "logs" / f"cache_rank{rank}.log"
+    joined_before = torch.distributed.is_initialized()
     with logs.to_file(log) as terminal:
         try:
-            return work(recipe, lambda text: print(text, file=terminal, flush=True))
+            code, result = work(recipe, lambda text: print(text, file=terminal, flush=True))
         except Exception as error:  # noqa: BLE001 -- Megatron and torch raise anything; the log has the traceback
             traceback.print_exc()
             hint = "" if isinstance(error, KDError) else f"\n  (traceback in {log})"
             print(f"cache, rank {rank}: {type(error).__name__}: {error}{hint}", file=terminal, flush=True)
             return 1
         finally:
-            _leave()
+            if torch.distributed.is_initialized() and not joined_before:
+                torch.distributed.destroy_process_group()
+    if result is not None:
+        print(result, flush=True)
+    return code
 
 
-def _leave() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _build(recipe, say, *, as_json: bool) -> int:
+def _build(recipe, say, *, as_json: bool) -> tuple[int, str | None]:
     import torch.distributed as dist
 
     from megatron_kd.cache.manifest import Manifest
@@ -202,12 +202,12 @@ def _build(recipe, say, *, as_json: bool) -> int:
         if recorder is not None:
             recorder.close(finish=False)
     dist.barrier()
-    if reports:
-        result = {"new_segments": plan.new_segments, "new_rows": plan.new_rows, "known_segments": plan.known_segments, "recovered_segments": recovered,
-                  "seconds": progress.elapsed_s, "store": job.storage.location}
-        say(json.dumps(result) if as_json else f"{plan.new_segments:,} segments ({plan.new_rows:,} rows) stored in {progress.elapsed_s:.0f} s, "
-            f"{plan.known_segments:,} were there; {job.storage.location}")
-    return 0
+    if not reports:
+        return 0, None
+    result = {"new_segments": plan.new_segments, "new_rows": plan.new_rows, "known_segments": plan.known_segments, "recovered_segments": recovered,
+              "seconds": progress.elapsed_s, "store": job.storage.location}
+    text = f"{plan.new_segments:,} segments ({plan.new_rows:,} rows) stored in {progress.elapsed_s:.0f} s, {plan.known_segments:,} were there; {job.storage.location}"
+    return 0, json.dumps(result) if as_json else text
 
 
 class BuildProgress:
@@ -234,7 +234,7 @@ class BuildProgress:
                   f"{left / 60:.1f} minutes left")
 
 
-def _coverage(recipe, say, *, as_json: bool) -> int:
+def _coverage(recipe, *, as_json: bool) -> tuple[int, str | None]:
     import torch.distributed as dist
 
     from megatron_kd.cache.reader import CacheReader
@@ -256,13 +256,13 @@ def _coverage(recipe, say, *, as_json: bool) -> int:
             if missing and first_miss is None:
                 first_miss = f"{missing[0].describe()}: {reader.manifest.explain(reader.collection, missing[0])}"
     totals |= {"hit_rate": totals["stored_rows"] / max(totals["rows"], 1), "first_miss": first_miss, "store": job.storage.location}
-    if dist.get_rank() == 0:
-        text = f"{totals['stored_rows']:,} of {totals['rows']:,} rows ({totals['hit_rate']:.1%}), {totals['stored_segments']:,} of {totals['segments']:,} segments are stored in {totals['store']}"
-        say(json.dumps(totals) if as_json else text + (f"\nfirst miss: {first_miss}" if first_miss else ""))
-    return 0
+    if dist.get_rank() != 0:
+        return 0, None
+    text = f"{totals['stored_rows']:,} of {totals['rows']:,} rows ({totals['hit_rate']:.1%}), {totals['stored_segments']:,} of {totals['segments']:,} segments are stored in {totals['store']}"
+    return 0, json.dumps(totals) if as_json else text + (f"\nfirst miss: {first_miss}" if first_miss else "")
 
 
-def _against(recipe, storage, num_blocks: int, say) -> int:
+def _against(recipe, storage, num_blocks: int) -> tuple[int, str | None]:
     from megatron_kd.cache.reader import CacheReader
     from megatron_kd.cli.cache_recipe import blocks_of, build_teacher, open_job
     from megatron_kd.mcore.data_walk import datasets_of
@@ -282,11 +282,10 @@ def _against(recipe, storage, num_blocks: int, say) -> int:
         raise ConfigError(rule("rows of the recipe that are stored", 0, f"there is nothing to compare in {storage.location} for {job.collection.spec.describe()} of this teacher",
                                "Run `megatron-kd cache coverage RECIPE`"))
     if not answers.writes:
-        return 0
+        return 0, None
     result = compare.join(findings)
     problems = compare.problems(result, job.collection.spec.kind, job.collection.spec.precision)
-    say(", ".join(f"{name} {value:.4g}" for name, value in result.items()) + ("" if not problems else "\n" + "\n".join(problems)))
-    return 1 if problems else 0
+    return int(bool(problems)), "\n".join([", ".join(f"{name} {value:.4g}" for name, value in result.items()), *problems])
 
 
 def _percent(what: str):

@@ -52,6 +52,9 @@ def _check_placement(recipe: Recipe) -> None:
     if teacher.placement == "cached" and cache.payload == "topk":
         if recipe.loss.hidden_term is not None:
             raise ConfigError(rule("loss.hidden_term", recipe.loss.hidden_term.kind, "top-K targets hold no hidden states", "Set cache.payload=hidden, or remove loss.hidden_term"))
+        if cache.selection == "sampled" and (recipe.loss.divergence != "forward_kl" or recipe.loss.top_k_mode == "renormalise"):
+            raise ConfigError(rule("cache.selection", "sampled", f"draws estimate forward KL alone; loss is {recipe.loss.divergence}, {recipe.loss.top_k_mode}",
+                                   "Set loss.divergence=forward_kl and loss.top_k_mode=none"))
         if recipe.loss.temperature != 1.0 and recipe.loss.top_k_mode != "renormalise":
             raise ConfigError(rule("loss.temperature", recipe.loss.temperature, "top-K targets are stored at temperature 1, where the mass outside K is known",
                                    "Use 1.0, loss.top_k_mode=renormalise, or cache.payload=hidden"))

@@ -86,7 +86,8 @@ def _logits(rows_RH: torch.Tensor, head: HeadShard) -> torch.Tensor:
         logits = torch.mm(rows_RH, weight_VH.t()).float()
     if head.bias_V is not None:
         logits += head.bias_V[:head.num_true]
-    logits *= head.transform.scale
+    if head.transform.scale != 1.0:
+        logits *= head.transform.scale
     if head.transform.softcap is not None:
         logits = logits.div_(head.transform.softcap).tanh_().mul_(head.transform.softcap)
     return logits

@@ -76,6 +76,7 @@ def test_bad_value_is_an_error_that_names_key_value_and_rule(override, words):
     (["loss.kd_weight=0"], ConfigError, ["kd_weight", "nothing is learned"]),
     (["teacher.layout.tp=2"], ConfigError, ["teacher.layout", "colocated"]),
     (["teacher.placement=cached", "loss.hidden_term.kind=cosine"], ConfigError, ["loss.hidden_term", "hidden states"]),
+    (["teacher.placement=cached", "cache.selection=sampled", "loss.divergence=jsd"], ConfigError, ["cache.selection", "forward KL alone"]),
     (["teacher.placement=cached", "loss.temperature=2.0"], ConfigError, ["loss.temperature", "renormalise"]),
     (["teacher.placement=streamed", "stream.on_teacher_loss=ce_only"], ConfigError, ["ce_only", "ce_weight"]),
     (["teacher.placement=streamed", "teacher.context_length=1024"], ConfigError, ["teacher.context_length", "1024", "2048"]),
