@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_kd.errors import ConfigError, UnsupportedLayout, rule
+from megatron_kd.mcore.model import has_fused_weight_gradient
 
 
 def configure(cfg, *, per_token_loss: bool | None = True) -> None:
@@ -21,6 +22,8 @@ def configure(cfg, *, per_token_loss: bool | None = True) -> None:
         model.calculate_per_token_loss = per_token_loss
     if getattr(model, "calculate_per_token_loss", False):
         cfg.ddp.average_in_collective = False
+    if getattr(model, "gradient_accumulation_fusion", False) and not has_fused_weight_gradient():
+        model.gradient_accumulation_fusion = False  # Bridge asks for Transformer Engine alone, and the output layer would refuse to be built
     tolerate_missing_makefile()
 
 

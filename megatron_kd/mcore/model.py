@@ -50,12 +50,17 @@ def layout_overrides(layout: ParallelLayout) -> dict[str, object]:
     return overrides
 
 
+def has_fused_weight_gradient() -> bool:
+    """Whether Apex's kernel is there, which Megatron's own output layer asks for under gradient_accumulation_fusion."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
 def device_overrides() -> dict[str, object]:
     """What a provider needs on this device: on a GPU no fused weight gradient where Apex's kernel is missing (Megatron's output layer raises
     then, although Transformer Engine is there; the fused loss writes main_grad itself), without one the CPU runtime's settings.
     """
     if torch.cuda.is_available():
-        return {} if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") else {"gradient_accumulation_fusion": False}
+        return {} if has_fused_weight_gradient() else {"gradient_accumulation_fusion": False}
     from megatron_kd.mcore.cpu import CPU_OVERRIDES
 
     return dict(CPU_OVERRIDES)
