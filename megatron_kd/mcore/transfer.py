@@ -12,4 +12,4 @@ def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | N
     tensor = tensor if dtype is None else tensor.to(dtype)
     if device.type != "cuda" or tensor.is_cuda or tensor.numel() == 0:
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)  # pinning keeps strides, and cannot fill an expanded tensor
