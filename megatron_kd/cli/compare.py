@@ -38,10 +38,20 @@ def compare(folders: list[Path]) -> list[dict]:
         shared = sorted(set(steps) & set(first))
         differences = {metric: max((abs(steps[s][metric] - first[s][metric]) for s in shared), default=None) for metric in (KD_METRIC, CE_METRIC)}
         is_first = steps is first
-        rows.append({"folder": str(folder), "placement": summary["placement"], "layout": summary["layout"], "steps": len(steps), "shared_steps": len(shared),
-                     "first_kd": [steps[s][KD_METRIC] for s in sorted(steps)[:3]], "max_kd_difference": None if is_first else differences[KD_METRIC],
-                     "max_ce_difference": None if is_first else differences[CE_METRIC], "step_s": summary["step_s"]}
-                    | {name: value for name, value in summary.items() if name.startswith(("stream_", "cache_"))})
+        rows.append(
+            {
+                "folder": str(folder),
+                "placement": summary["placement"],
+                "layout": summary["layout"],
+                "steps": len(steps),
+                "shared_steps": len(shared),
+                "first_kd": [steps[s][KD_METRIC] for s in sorted(steps)[:3]],
+                "max_kd_difference": None if is_first else differences[KD_METRIC],
+                "max_ce_difference": None if is_first else differences[CE_METRIC],
+                "step_s": summary["step_s"],
+            }
+            | {name: value for name, value in summary.items() if name.startswith(("stream_", "cache_"))}
+        )
     return rows
 
 
@@ -54,7 +64,9 @@ def table(rows: list[dict]):
         view.add_column(column, justify="right" if column in ("steps", "s/step") else "left")
     for row in rows:
         difference = "" if row["max_kd_difference"] is None else f"KD {row['max_kd_difference']:.2g}, CE {row['max_ce_difference']:.2g}"
-        view.add_row(row["placement"], str(row["steps"]), "  ".join(f"{v:.4f}" for v in row["first_kd"]), difference, f"{row['step_s']:.2f}", _source(row))
+        view.add_row(
+            row["placement"], str(row["steps"]), "  ".join(f"{v:.4f}" for v in row["first_kd"]), difference, f"{row['step_s']:.2f}", _source(row)
+        )
     return view
 
 
@@ -64,7 +76,8 @@ def _source(row: dict) -> str:
         moved = f"{row['stream_bytes'] / 1e6:.2f} MB a rank" + (f" ({expected / 1e6:.2f} by the closed form)" if expected is not None else "")
         return f"waited {100 * row['stream_wait_share']:.0f}% of the step, ring {100 * row['stream_occupancy']:.0f}% ready, {moved}"
     if "cache_rows" in row:
-        return f"{row['cache_rows']:,.0f} rows read, {row['cache_missing_rows']:,.0f} missing, {100 * row['cache_teacher_mass_kept']:.1f}% of the teacher's mass kept"
+        kept = f"{100 * row['cache_teacher_mass_kept']:.1f}% of the teacher's mass kept"
+        return f"{row['cache_rows']:,.0f} rows read, {row['cache_missing_rows']:,.0f} missing, {kept}"
     return ""
 
 
@@ -73,5 +86,12 @@ def _read(folder: Path) -> tuple[dict, dict[int, dict]]:
         summary = json.loads((folder / "summary.json").read_text())
         records = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     except OSError as e:
-        raise ConfigError(rule("compare", str(folder), f"holds no finished run ({e.strerror}: {Path(e.filename).name})", "Give the output_dir of a `megatron-kd train`")) from e
+        raise ConfigError(
+            rule(
+                "compare",
+                str(folder),
+                f"holds no finished run ({e.strerror}: {Path(e.filename).name})",
+                "Give the output_dir of a `megatron-kd train`",
+            )
+        ) from e
     return summary, {r["step"]: r for r in records if r["kind"] == "step"}

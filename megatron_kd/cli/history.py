@@ -29,7 +29,13 @@ class History:
                 if record["step"] < resume_step or (kind == "evaluation" and record["step"] == resume_step):
                     (history.steps if kind == "step" else history.evaluations)[record["step"]] = record
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps({"kind": kind, **r}) + "\n" for kind, records in (("step", history.steps), ("evaluation", history.evaluations)) for r in records.values()))
+        path.write_text(
+            "".join(
+                json.dumps({"kind": kind, **r}) + "\n"
+                for kind, records in (("step", history.steps), ("evaluation", history.evaluations))
+                for r in records.values()
+            )
+        )
         return history
 
     def add_step(self, step: int, *, seconds: float, tokens: int, metrics: dict[str, float]) -> None:

@@ -66,8 +66,19 @@ def dense_kd(student_NH, head_VH, teacher_NT, teacher_head_VT, labels_N, *, voca
     return (objective.kd_weight * kd_N + objective.ce_weight * ce_N).sum()
 
 
-def measure(*, num_rows: int, student_width: int, teacher_width: int, vocab: VocabSpec, dtype: torch.dtype, kd_weight: float, ce_weight: float,
-            window_rows: int | None, group: dist.ProcessGroup | None, seed: int = 0) -> LossMemory:
+def measure(
+    *,
+    num_rows: int,
+    student_width: int,
+    teacher_width: int,
+    vocab: VocabSpec,
+    dtype: torch.dtype,
+    kd_weight: float,
+    ce_weight: float,
+    window_rows: int | None,
+    group: dist.ProcessGroup | None,
+    seed: int = 0,
+) -> LossMemory:
     """Both losses on random rows and heads of these shapes (forward KL, temperature 1). Every rank of `group` calls it."""
     rank = dist.get_rank(group) if group is not None else 0
     shared = torch.Generator().manual_seed(seed)
@@ -79,8 +90,16 @@ def measure(*, num_rows: int, student_width: int, teacher_width: int, vocab: Voc
     student.requires_grad_(), head.requires_grad_()
 
     def fused():
-        output = fused_linear_kd(student, head, HiddenTeacher(rows_NH=teacher, head_VH=teacher_head), vocab=vocab, objective=objective, labels_N=labels, tp_group=group,
-                                 window_rows=window_rows)
+        output = fused_linear_kd(
+            student,
+            head,
+            HiddenTeacher(rows_NH=teacher, head_VH=teacher_head),
+            vocab=vocab,
+            objective=objective,
+            labels_N=labels,
+            tp_group=group,
+            window_rows=window_rows,
+        )
         loss = output.loss_N.sum()
         loss.backward()
         return float(loss.detach())

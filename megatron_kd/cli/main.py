@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
             from megatron_kd.cli.shorthands import expand
 
             argv = expand(argv)
-        parser = argparse.ArgumentParser(prog=f"megatron-kd {argv[0]}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser = argparse.ArgumentParser(
+            prog=f"megatron-kd {argv[0]}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         command.add_arguments(parser)
         return command.run(parser.parse_args(argv[1:]))
     except KDError as error:
@@ -60,5 +62,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"megatron-kd {megatron_kd.__version__}: knowledge distillation for Megatron-Core and Megatron-Bridge", "", "usage: megatron-kd COMMAND ...   (megatron-kd COMMAND --help)", ""]
+    lines = [
+        f"megatron-kd {megatron_kd.__version__}: knowledge distillation for Megatron-Core and Megatron-Bridge",
+        "",
+        "usage: megatron-kd COMMAND ...   (megatron-kd COMMAND --help)",
+        "",
+    ]
     return "\n".join(lines + [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()])

@@ -39,11 +39,13 @@ def prepare_models(recipe: Recipe) -> Models:
         teacher = _resolve(recipe.teacher.model, root, "teacher.model")
         base = _resolve(recipe.student.model, root, "student.model")
         student = _prune(recipe, base, root) if recipe.student.init == "pruned" else base
-    return Models(student=student, teacher=teacher, student_tokenizer=recipe.student.tokenizer or base, teacher_tokenizer=recipe.teacher.tokenizer or teacher)
+    return Models(
+        student=student, teacher=teacher, student_tokenizer=recipe.student.tokenizer or base, teacher_tokenizer=recipe.teacher.tokenizer or teacher
+    )
 
 
 def prepare_text_of(recipe: Recipe, models: Models):
-    """The recipe's indexed text (mcore.data.PreparedText), or None where data.kind is not text. The CPU runtime must be installed where it is needed."""
+    """The recipe's indexed text (mcore.data.PreparedText), or None where data.kind is not text. Needs the runtime to be started."""
     if recipe.data.kind != "text":
         return None
     from megatron_kd.mcore.data import prepare_text

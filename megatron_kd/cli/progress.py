@@ -33,8 +33,16 @@ class Reporter:
         """Begin counting to `total`."""
         self.finish()
         if self._console is not None and self._console.is_terminal:
-            self._bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
-                                 TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True), console=self._console)
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                console=self._console,
+            )
             self._bar.start()
             self._task = self._bar.add_task(title, total=total, completed=done, note="")
 
@@ -62,8 +70,17 @@ class Reporter:
 class ProgressCallback:
     """Megatron-Bridge's callback events (duck-typed: Bridge looks methods up by name)."""
 
-    def __init__(self, reporter: Reporter, history: History, *, train_iters: int, tokens_per_step: int, log_interval: int, eval_iters: int,
-                 source_metrics: Callable[[], Mapping[str, float]]):
+    def __init__(
+        self,
+        reporter: Reporter,
+        history: History,
+        *,
+        train_iters: int,
+        tokens_per_step: int,
+        log_interval: int,
+        eval_iters: int,
+        source_metrics: Callable[[], Mapping[str, float]],
+    ):
         self._reporter, self._history, self._source_metrics = reporter, history, source_metrics
         self._train_iters, self._tokens, self._log_interval, self._eval_iters = train_iters, tokens_per_step, log_interval, eval_iters
         self._pending: list[tuple[int, float, Mapping]] = []

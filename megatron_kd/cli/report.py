@@ -18,9 +18,18 @@ KD_METRIC, CE_METRIC = "kd loss", "ce loss"
 def summary(recipe: Recipe, history: History, *, layout: str, wall_s: float, memory: LossMemory | None, extra: dict | None = None) -> dict:
     """What summary.json holds. Held-out values are None where the recipe evaluates nothing; loss bytes where they were not measured."""
     first, last = _ends(history)
-    result = {"name": recipe.name, "placement": recipe.teacher.placement, "layout": layout, "device": recipe.device,
-              "steps": len(history.steps), "tokens": sum(r["tokens"] for r in history.steps.values()), "tokens_per_s": history.tokens_per_s(), "wall_s": wall_s,
-              "divergence": recipe.loss.divergence, "temperature": recipe.loss.temperature}
+    result = {
+        "name": recipe.name,
+        "placement": recipe.teacher.placement,
+        "layout": layout,
+        "device": recipe.device,
+        "steps": len(history.steps),
+        "tokens": sum(r["tokens"] for r in history.steps.values()),
+        "tokens_per_s": history.tokens_per_s(),
+        "wall_s": wall_s,
+        "divergence": recipe.loss.divergence,
+        "temperature": recipe.loss.temperature,
+    }
     kd = "heldout_kl" if recipe.loss.divergence == "forward_kl" and recipe.loss.temperature == 1.0 else "heldout_kd"
     for name, metric in ((kd, KD_METRIC), ("heldout_ce", CE_METRIC)):
         result[f"{name}_before"], result[f"{name}_after"] = first.get(metric), last.get(metric)
@@ -36,17 +45,24 @@ def source_numbers(recipe: Recipe, history: History) -> dict:
     if recipe.teacher.placement == "streamed" and any("stream/bytes" in r for r in records):
         steps = [r for r in records if "stream/bytes" in r]
         wait_s = sum(r["stream/wait_s"] for r in steps)
-        return {"stream_wait_share": wait_s / sum(r["seconds"] for r in records), "stream_occupancy": _mean([r["stream/occupancy"] for r in steps]),
-                "stream_bytes": steps[-1]["stream/bytes"], "stream_rows": steps[-1]["stream/rows_received"]}
+        return {
+            "stream_wait_share": wait_s / sum(r["seconds"] for r in records),
+            "stream_occupancy": _mean([r["stream/occupancy"] for r in steps]),
+            "stream_bytes": steps[-1]["stream/bytes"],
+            "stream_rows": steps[-1]["stream/rows_received"],
+        }
     if recipe.teacher.placement == "cached" and any("cache/bytes" in r for r in records):
         rows = sum(r["cache/rows"] for r in records if "cache/rows" in r)
-        return {"cache_rows": rows, "cache_missing_rows": sum(r["cache/missing_rows"] for r in records if "cache/rows" in r),
-                "cache_teacher_mass_kept": _mean([r["cache/teacher_mass_kept"] for r in records if "cache/rows" in r])}
+        return {
+            "cache_rows": rows,
+            "cache_missing_rows": sum(r["cache/missing_rows"] for r in records if "cache/rows" in r),
+            "cache_teacher_mass_kept": _mean([r["cache/teacher_mass_kept"] for r in records if "cache/rows" in r]),
+        }
     return {}
 
 
 def stream_bytes_expected(recipe: Recipe, *, dp: int, teacher_width: int) -> int:
-    """Closed form of `stream_bytes` after the last step of an unbroken run in which every row counts: the evaluation before training and all steps."""
+    """Closed form of `stream_bytes` after the last step of an unbroken run in which every row counts: the first evaluation and all steps."""
     from megatron_kd.stream.sizes import wire_payload_bytes
 
     sequences = (recipe.train.iters + recipe.train.eval_iters) * recipe.train.global_batch // dp
@@ -63,7 +79,11 @@ def table(result: dict) -> Table:
     view = Table(title=f"{result['name']}: {result['steps']} steps, teacher {result['placement']}, {result['layout']}", show_header=True)
     for column in ("", "before", "after", "change"):
         view.add_column(column, justify="left" if not column else "right")
-    for label, name in (("held-out KL(teacher || student)", "heldout_kl"), ("held-out divergence", "heldout_kd"), ("held-out cross-entropy", "heldout_ce")):
+    for label, name in (
+        ("held-out KL(teacher || student)", "heldout_kl"),
+        ("held-out divergence", "heldout_kd"),
+        ("held-out cross-entropy", "heldout_ce"),
+    ):
         before, after = result.get(f"{name}_before"), result.get(f"{name}_after")
         if before is not None and after is not None:
             view.add_row(label, f"{before:.3f}", f"{after:.3f}", f"{100 * (after - before) / before:+.1f}%")
@@ -72,7 +92,12 @@ def table(result: dict) -> Table:
         view.add_row("training speed", "", f"{result['tokens_per_s']:,.0f} tokens/s", "")
     if result["loss_peak_bytes"]:
         dense, fused = result["dense_loss_peak_bytes"], result["loss_peak_bytes"]
-        view.add_row("peak memory of the loss (dense, fused)", f"{dense / 2**20:,.0f} MiB", f"{fused / 2**20:,.0f} MiB", f"{100 * (fused - dense) / dense:+.1f}%")
+        view.add_row(
+            "peak memory of the loss (dense, fused)",
+            f"{dense / 2**20:,.0f} MiB",
+            f"{fused / 2**20:,.0f} MiB",
+            f"{100 * (fused - dense) / dense:+.1f}%",
+        )
     view.add_row("wall time", "", f"{result['wall_s']:,.0f} s", "")
     return view
 

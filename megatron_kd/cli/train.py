@@ -28,7 +28,9 @@ EXIT_STOPPED_EARLY = 75
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Recipe, overrides, and where the logs go."""
     parser.add_argument("recipe", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.lr=1e-3 student.layout.tp=2 bridge.optimizer.adam_eps=1e-5")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="for example train.lr=1e-3 student.layout.tp=2 bridge.optimizer.adam_eps=1e-5"
+    )
     parser.add_argument("--logs", choices=("files", "terminal"), default="files", help="where each rank's own output goes (default: OUTPUT_DIR/logs)")
     parser.add_argument("--print-config", action="store_true", help="print the recipe with every default filled in, and stop")
 
@@ -104,15 +106,33 @@ def train(recipe: Recipe, *, rank: int, world: int, terminal) -> None:
     text = prepare_text_of(recipe, models)
     sources = bridge_config.Sources(student=models.student, tokenizer=None if recipe.data.kind == "mock" else models.student_tokenizer, text=text)
     cfg = bridge_config.config_container(recipe, sources, world)
-    kd = attach(cfg, teacher=dataclasses.replace(recipe.teacher, model=models.teacher, tokenizer=models.teacher_tokenizer if text is not None else recipe.teacher.tokenizer),
-                loss=recipe.loss, stream=recipe.stream, cache=recipe.cache, per_token_loss=recipe.train.calculate_per_token_loss, output_dir=recipe.output_dir)
+    kd = attach(
+        cfg,
+        teacher=dataclasses.replace(
+            recipe.teacher, model=models.teacher, tokenizer=models.teacher_tokenizer if text is not None else recipe.teacher.tokenizer
+        ),
+        loss=recipe.loss,
+        stream=recipe.stream,
+        cache=recipe.cache,
+        per_token_loss=recipe.train.calculate_per_token_loss,
+        output_dir=recipe.output_dir,
+    )
     callbacks = list(kd.callbacks)
     first_step = bridge_config.checkpoint_step(recipe)
     history = None
     if terminal is not None:
         history = History.open(Path(recipe.output_dir) / "history.jsonl", first_step)
-        callbacks.append(ProgressCallback(reporter, history, train_iters=recipe.train.iters, tokens_per_step=recipe.train.global_batch * recipe.data.seq_length,
-                                          log_interval=recipe.train.log_interval, eval_iters=recipe.train.eval_iters, source_metrics=lambda: kd.source_metrics))
+        callbacks.append(
+            ProgressCallback(
+                reporter,
+                history,
+                train_iters=recipe.train.iters,
+                tokens_per_step=recipe.train.global_batch * recipe.data.seq_length,
+                log_interval=recipe.train.log_interval,
+                eval_iters=recipe.train.eval_iters,
+                source_metrics=lambda: kd.source_metrics,
+            )
+        )
     reporter.say("building the models" if first_step == 0 else f"building the models, resuming after step {first_step}")
     measured = MeasureLossMemory(recipe)
     try:
@@ -138,8 +158,17 @@ class MeasureLossMemory:
 
         shapes = head_shapes(context.model)
         if shapes is not None:
-            self.result = measure(num_rows=recipe.train.micro_batch * recipe.data.seq_length, student_width=shapes.width, teacher_width=shapes.width, vocab=shapes.vocab,
-                                  dtype=shapes.dtype, kd_weight=recipe.loss.kd_weight, ce_weight=recipe.loss.ce_weight, window_rows=recipe.loss.window_rows, group=shapes.tp_group)
+            self.result = measure(
+                num_rows=recipe.train.micro_batch * recipe.data.seq_length,
+                student_width=shapes.width,
+                teacher_width=shapes.width,
+                vocab=shapes.vocab,
+                dtype=shapes.dtype,
+                kd_weight=recipe.loss.kd_weight,
+                ce_weight=recipe.loss.ce_weight,
+                window_rows=recipe.loss.window_rows,
+                group=shapes.tp_group,
+            )
 
 
 def finish(recipe: Recipe, history, reporter, *, world: int, wall_s: float, text, memory, teacher: str) -> None:
@@ -148,7 +177,15 @@ def finish(recipe: Recipe, history, reporter, *, world: int, wall_s: float, text
         return
     from megatron_kd.cli import report
 
-    extra = {} if text is None else {"train_tokens_available": text.train_tokens, "heldout_tokens_available": text.held_out_tokens, "heldout_documents": text.held_out_documents}
+    extra = (
+        {}
+        if text is None
+        else {
+            "train_tokens_available": text.train_tokens,
+            "heldout_tokens_available": text.held_out_tokens,
+            "heldout_documents": text.held_out_documents,
+        }
+    )
     layout = recipe.student.layout.for_world(world)
     if recipe.teacher.placement == "streamed" and text is not None and (width := hidden_size(teacher)):
         extra["stream_bytes_expected"] = report.stream_bytes_expected(recipe, dp=layout.dp, teacher_width=width)

@@ -33,7 +33,9 @@ def read(path: str | Path) -> dict:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
-        raise ConfigError(rule("recipe", str(path), f"cannot be read ({e.strerror})", "Give the path of a recipe, for example recipes/demo_smollm2.yaml")) from e
+        raise ConfigError(
+            rule("recipe", str(path), f"cannot be read ({e.strerror})", "Give the path of a recipe, for example recipes/demo_smollm2.yaml")
+        ) from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(rule("recipe", str(path), f"is not YAML: {' '.join(str(e).split())}", "Correct the file at that place")) from e
     if not isinstance(content, dict):
@@ -55,8 +57,14 @@ def build(content: dict, overrides: typing.Sequence[str] = (), source: str = "re
             raise ConfigError(rule(source, missing, "these keys have no default and are not given", f"Add them, for example {missing[0]}: ..."))
         recipe = OmegaConf.to_object(conf)
     except OmegaConfBaseException as e:
-        raise ConfigError(rule(getattr(e, "full_key", None) or source, _value_at(merged, getattr(e, "full_key", None)), str(e.msg or e).splitlines()[0],
-                               "Correct this key in the recipe or on the command line")) from e
+        raise ConfigError(
+            rule(
+                getattr(e, "full_key", None) or source,
+                _value_at(merged, getattr(e, "full_key", None)),
+                str(e.msg or e).splitlines()[0],
+                "Correct this key in the recipe or on the command line",
+            )
+        ) from e
     check(recipe)
     return recipe
 
@@ -84,7 +92,9 @@ def _value_at(tree: dict, key: str | None) -> object:
 
 def _dataclass_of(annotation: object) -> type | None:
     """The dataclass in `X` or `X | None`, else None."""
-    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union else (annotation,)
+    options = (
+        typing.get_args(annotation) if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union else (annotation,)
+    )
     return next((o for o in options if dataclasses.is_dataclass(o)), None)
 
 

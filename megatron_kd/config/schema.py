@@ -17,8 +17,20 @@ from megatron_kd.layout import ParallelLayout
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "total_variation"]
 Placement = Literal["colocated", "streamed", "cached"]
 
-__all__ = ["CacheConfig", "DataConfig", "HiddenTermConfig", "LayoutConfig", "LoraConfig", "LossConfig", "PruneConfig", "Recipe", "StreamConfig", "StudentConfig",
-           "TeacherConfig", "TrainConfig"]
+__all__ = [
+    "CacheConfig",
+    "DataConfig",
+    "HiddenTermConfig",
+    "LayoutConfig",
+    "LoraConfig",
+    "LossConfig",
+    "PruneConfig",
+    "Recipe",
+    "StreamConfig",
+    "StudentConfig",
+    "TeacherConfig",
+    "TrainConfig",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +54,9 @@ class LayoutConfig:
 
     def for_world(self, world_size: int) -> ParallelLayout:
         """The layout with `dp` filled in. Errors: UnsupportedLayout."""
-        return ParallelLayout.for_world(world_size, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, etp=self.etp, vpp=self.vpp,
-                                        sequence_parallel=self.sequence_parallel)
+        return ParallelLayout.for_world(
+            world_size, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, etp=self.etp, vpp=self.vpp, sequence_parallel=self.sequence_parallel
+        )
 
     @property
     def min_world(self) -> int:
@@ -78,7 +91,9 @@ class PruneConfig:
     def __post_init__(self):
         if self.keep_layers is not None and self.num_layers is not None:
             raise ConfigError(rule("PruneConfig.num_layers", self.num_layers, "keep_layers is given too", "Leave one of the two out"))
-        if self.keep_layers is not None and (not self.keep_layers or sorted(set(self.keep_layers)) != list(self.keep_layers) or self.keep_layers[0] < 0):
+        if self.keep_layers is not None and (
+            not self.keep_layers or sorted(set(self.keep_layers)) != list(self.keep_layers) or self.keep_layers[0] < 0
+        ):
             raise ConfigError(rule("PruneConfig.keep_layers", list(self.keep_layers), "must be ascending layer indices without repeats", "Sort them"))
         positive(self, "num_layers", "num_experts")
 
@@ -123,8 +138,14 @@ class StudentConfig:
 
     def __post_init__(self):
         if (self.init == "pruned") != (self.prune is not None):
-            raise ConfigError(rule("student.init", self.init, "init: pruned and a `prune` section need each other",
-                                   "Set student.init=pruned with student.prune.num_layers=..., or remove student.prune"))
+            raise ConfigError(
+                rule(
+                    "student.init",
+                    self.init,
+                    "init: pruned and a `prune` section need each other",
+                    "Set student.init=pruned with student.prune.num_layers=..., or remove student.prune",
+                )
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +170,14 @@ class TeacherConfig:
     def __post_init__(self):
         positive(self, "world_size", "context_length")
         if self.placement == "colocated" and self.layout is not None:
-            raise ConfigError(rule("teacher.layout", self.layout, "a colocated teacher shares the student's ranks and layout",
-                                   "Remove teacher.layout, or set teacher.placement=streamed"))
+            raise ConfigError(
+                rule(
+                    "teacher.layout",
+                    self.layout,
+                    "a colocated teacher shares the student's ranks and layout",
+                    "Remove teacher.layout, or set teacher.placement=streamed",
+                )
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +246,10 @@ class LossConfig:
         total = self.schedule_iters or train_iters
         share = min(1.0, step / max(1, total))
         moved = {"constant": 0.0, "linear": share, "cosine": 0.5 - 0.5 * math.cos(math.pi * share)}[self.schedule]
-        ends = (self.kd_weight if self.kd_weight_end is None else self.kd_weight_end, self.ce_weight if self.ce_weight_end is None else self.ce_weight_end)
+        ends = (
+            self.kd_weight if self.kd_weight_end is None else self.kd_weight_end,
+            self.ce_weight if self.ce_weight_end is None else self.ce_weight_end,
+        )
         return self.kd_weight + moved * (ends[0] - self.kd_weight), self.ce_weight + moved * (ends[1] - self.ce_weight)
 
 

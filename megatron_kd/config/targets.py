@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_kd.config.fields import not_negative, positive
+from megatron_kd.config.fields import positive
 from megatron_kd.errors import ConfigError, rule
 
 

@@ -47,9 +47,17 @@ def config_container(recipe: Recipe, sources: Sources, world_size: int):
     for name, value in model_overrides.items():
         if name not in GPTModelProvider.__dataclass_fields__:
             nearest = difflib.get_close_matches(name, GPTModelProvider.__dataclass_fields__, n=1, cutoff=0.0)[0]
-            raise ConfigError(rule(f"bridge.model.{name}", value, "Megatron-Bridge's model has no such setting", f"Did you mean bridge.model.{nearest}"))
-    provider = provider_for(_model_source(recipe, sources), layout=layout, dtype=dtype, seq_length=recipe.data.seq_length,
-                            load_weights=recipe.student.init != "random", overrides=model_overrides)
+            raise ConfigError(
+                rule(f"bridge.model.{name}", value, "Megatron-Bridge's model has no such setting", f"Did you mean bridge.model.{nearest}")
+            )
+    provider = provider_for(
+        _model_source(recipe, sources),
+        layout=layout,
+        dtype=dtype,
+        seq_length=recipe.data.seq_length,
+        load_weights=recipe.student.init != "random",
+        overrides=model_overrides,
+    )
     cfg = ConfigContainer(
         model=provider,
         train=_training(recipe),
@@ -92,7 +100,9 @@ def _require(owner: object, part: str, walked: str, path: str, value: object) ->
         return
     known = [name for name in dir(owner) if not name.startswith("_") and not callable(getattr(type(owner), name, None))]
     nearest = difflib.get_close_matches(part, known, n=1, cutoff=0.0)
-    raise ConfigError(rule(f"bridge.{path}", value, f"{walked} has no attribute {part!r}", f"Did you mean {walked}.{nearest[0]}" if nearest else "Remove it"))
+    raise ConfigError(
+        rule(f"bridge.{path}", value, f"{walked} has no attribute {part!r}", f"Did you mean {walked}.{nearest[0]}" if nearest else "Remove it")
+    )
 
 
 def _model_source(recipe: Recipe, sources: Sources):
@@ -107,8 +117,12 @@ def _training(recipe: Recipe):
     from megatron.bridge.training.config import TrainingConfig
 
     train = recipe.train
-    return TrainingConfig(train_iters=train.iters, global_batch_size=train.global_batch, micro_batch_size=train.micro_batch,
-                          rampup_batch_size=list(train.rampup_batch) if train.rampup_batch else None)
+    return TrainingConfig(
+        train_iters=train.iters,
+        global_batch_size=train.global_batch,
+        micro_batch_size=train.micro_batch,
+        rampup_batch_size=list(train.rampup_batch) if train.rampup_batch else None,
+    )
 
 
 def _validation(recipe: Recipe):
@@ -123,8 +137,18 @@ def _optimizer(recipe: Recipe, dtype: torch.dtype):
     from megatron.bridge.training.config import OptimizerConfig
 
     train = recipe.train
-    return OptimizerConfig(optimizer="adam", lr=train.lr, min_lr=train.min_lr, weight_decay=train.weight_decay, adam_beta1=train.adam_beta1, adam_beta2=train.adam_beta2,
-                           clip_grad=train.clip_grad, use_distributed_optimizer=train.distributed_optimizer, bf16=dtype is torch.bfloat16, params_dtype=dtype)
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=train.lr,
+        min_lr=train.min_lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        clip_grad=train.clip_grad,
+        use_distributed_optimizer=train.distributed_optimizer,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+    )
 
 
 def _scheduler(recipe: Recipe):
@@ -132,16 +156,28 @@ def _scheduler(recipe: Recipe):
     from megatron.bridge.training.config import SchedulerConfig
 
     train = recipe.train
-    return SchedulerConfig(lr_decay_style=train.lr_decay, lr_warmup_iters=train.warmup_iters, lr_decay_iters=train.iters, start_weight_decay=train.weight_decay,
-                           end_weight_decay=train.weight_decay, override_opt_param_scheduler=True)
+    return SchedulerConfig(
+        lr_decay_style=train.lr_decay,
+        lr_warmup_iters=train.warmup_iters,
+        lr_decay_iters=train.iters,
+        start_weight_decay=train.weight_decay,
+        end_weight_decay=train.weight_decay,
+        override_opt_param_scheduler=True,
+    )
 
 
 def _ddp(recipe: Recipe):
     from megatron.bridge.training.config import DistributedDataParallelConfig
 
     train = recipe.train
-    return DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=train.overlap_grad_reduce, overlap_param_gather=train.overlap_param_gather,
-                                         use_distributed_optimizer=train.distributed_optimizer, average_in_collective=False, check_for_nan_in_grad=True)
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=train.overlap_grad_reduce,
+        overlap_param_gather=train.overlap_param_gather,
+        use_distributed_optimizer=train.distributed_optimizer,
+        average_in_collective=False,
+        check_for_nan_in_grad=True,
+    )
 
 
 def _dataset(recipe: Recipe, sources: Sources):
@@ -157,22 +193,42 @@ def _dataset(recipe: Recipe, sources: Sources):
 
             specs = PackedSequenceSpecs(packed_sequence_size=data.seq_length, pad_seq_to_mult=packing_multiple(recipe))
             packing = dict(enable_offline_packing=True, offline_packing_specs=specs)
-        return GPTSFTDatasetConfig(seq_length=data.seq_length, dataset_root=data.sft_dir, seed=recipe.train.seed, do_validation=recipe.train.eval_iters > 0, do_test=False,
-                                   dataloader_type="batch", **common, **packing)
-    gpt = dict(seq_length=data.seq_length, random_seed=recipe.train.seed, reset_attention_mask=False, reset_position_ids=False, eod_mask_loss=False, dataloader_type="single",
-               create_attention_mask=False, skip_getting_attention_mask_from_dataset=True, num_dataset_builder_threads=1, **common)
+        return GPTSFTDatasetConfig(
+            seq_length=data.seq_length,
+            dataset_root=data.sft_dir,
+            seed=recipe.train.seed,
+            do_validation=recipe.train.eval_iters > 0,
+            do_test=False,
+            dataloader_type="batch",
+            **common,
+            **packing,
+        )
+    gpt = dict(
+        seq_length=data.seq_length,
+        random_seed=recipe.train.seed,
+        reset_attention_mask=False,
+        reset_position_ids=False,
+        eod_mask_loss=False,
+        dataloader_type="single",
+        create_attention_mask=False,
+        skip_getting_attention_mask_from_dataset=True,
+        num_dataset_builder_threads=1,
+        **common,
+    )
     if data.kind == "mock":
         return MockGPTDatasetConfig(split="9,1,0" if recipe.train.eval_iters else "1,0,0", **gpt)
     if data.kind == "text":
         from megatron.core.datasets.utils import get_blend_from_list
 
         held_out = get_blend_from_list([sources.text.held_out_prefix]) if recipe.train.eval_iters else None
-        return GPTDatasetConfig(blend_per_split=[get_blend_from_list([sources.text.train_prefix]), held_out, None], path_to_cache=f"{sources.text.folder}/index", **gpt)
+        return GPTDatasetConfig(
+            blend_per_split=[get_blend_from_list([sources.text.train_prefix]), held_out, None], path_to_cache=f"{sources.text.folder}/index", **gpt
+        )
     return GPTDatasetConfig(data_path=list(data.paths), split=data.split, path_to_cache=data.cache_dir, **gpt)
 
 
 def packing_multiple(recipe: Recipe) -> int:
-    """What packed documents are padded to a multiple of: context parallelism cuts each into 2 x cp equal chunks, on the student's side and the teacher's."""
+    """What packed documents are padded to a multiple of: context parallelism cuts each into 2 x cp equal chunks, on both sides."""
     degrees = [part.cp for part in (recipe.student.layout, recipe.teacher.layout) if part is not None]
     return 2 * math.lcm(*degrees) if max(degrees) > 1 else 1
 
@@ -192,8 +248,13 @@ def _logger(recipe: Recipe):
     extra = dict(mlflow_experiment=train.mlflow_experiment, mlflow_run_name=recipe.name) if train.mlflow_experiment else {}
     if train.wandb_project:
         extra |= dict(wandb_project=train.wandb_project, wandb_exp_name=recipe.name, wandb_save_dir=str(out / "wandb"))
-    return LoggerConfig(log_interval=train.log_interval, tensorboard_dir=str(out / "tensorboard") if train.tensorboard else None, log_throughput=False,
-                        logging_level=logging.WARNING, **extra)
+    return LoggerConfig(
+        log_interval=train.log_interval,
+        tensorboard_dir=str(out / "tensorboard") if train.tensorboard else None,
+        log_throughput=False,
+        logging_level=logging.WARNING,
+        **extra,
+    )
 
 
 def checkpoint_folder(recipe: Recipe) -> Path:
@@ -222,10 +283,19 @@ def _checkpoint(recipe: Recipe, sources: Sources):
 
     folder, train = checkpoint_folder(recipe), recipe.train
     if recipe.student.lora is not None and not Path(sources.student).is_dir():
-        raise ConfigError(rule("student.model", sources.student, "adapters need their base weights in a local folder", "Download the model first and give its folder"))
-    return CheckpointConfig(save=str(folder) if train.save else None, save_interval=train.save_interval or train.iters if train.save else None,
-                            load=str(folder) if train.resume and has_checkpoint(folder) else None, ckpt_format="torch_dist", async_save=False,
-                            pretrained_checkpoint=sources.student if recipe.student.lora is not None else None)
+        raise ConfigError(
+            rule(
+                "student.model", sources.student, "adapters need their base weights in a local folder", "Download the model first and give its folder"
+            )
+        )
+    return CheckpointConfig(
+        save=str(folder) if train.save else None,
+        save_interval=train.save_interval or train.iters if train.save else None,
+        load=str(folder) if train.resume and has_checkpoint(folder) else None,
+        ckpt_format="torch_dist",
+        async_save=False,
+        pretrained_checkpoint=sources.student if recipe.student.lora is not None else None,
+    )
 
 
 def _lora(recipe: Recipe):

@@ -90,7 +90,9 @@ def _python_documents(source: str) -> Iterator[str]:
     try:
         texts = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as e:
-        raise ConfigError(rule("data.text", source, f"cannot be loaded ({e})", "Write python:MODULE.ATTRIBUTE, for example python:pydoc_data.topics.topics")) from e
+        raise ConfigError(
+            rule("data.text", source, f"cannot be loaded ({e})", "Write python:MODULE.ATTRIBUTE, for example python:pydoc_data.topics.topics")
+        ) from e
     yield from (texts[name] for name in sorted(texts)) if isinstance(texts, dict) else iter(texts)
 
 
@@ -114,7 +116,14 @@ def _file_documents(config: DataConfig) -> Iterator[str]:
                 try:
                     text = json.loads(line)[config.text_key]
                 except (ValueError, KeyError, TypeError) as e:
-                    raise DataError(rule("data.text", f"{file}:{number}", f"is no JSON object with a field {config.text_key!r}", "Correct the line, or set data.text_key")) from e
+                    raise DataError(
+                        rule(
+                            "data.text",
+                            f"{file}:{number}",
+                            f"is no JSON object with a field {config.text_key!r}",
+                            "Correct the line, or set data.text_key",
+                        )
+                    ) from e
                 yield text
 
 
@@ -181,5 +190,10 @@ def _write(config: DataConfig, tokenizer_dir: str, work: Path) -> dict[str, int]
         counts[part] += 1
     for name, builder in builders.items():
         builder.finalize(get_idx_path(names[name]))
-    return {"train_tokens": tokens["train"], "held_out_tokens": tokens["held_out"], "train_documents": counts["train"],
-            "held_out_documents": counts["held_out"], "dropped_paragraphs": dropped}
+    return {
+        "train_tokens": tokens["train"],
+        "held_out_tokens": tokens["held_out"],
+        "train_documents": counts["train"],
+        "held_out_documents": counts["held_out"],
+        "dropped_paragraphs": dropped,
+    }

@@ -43,13 +43,21 @@ class EvaluateFirst:
         consumed = state.train_state.consumed_valid_samples
         iterator = _validation_iterator(state, context.model)
         with self._attached.evaluating(iterator), _whole_parameters(context.model, state.cfg):
-            evaluate(state, self._attached.forward_step, iterator, context.model, None, state.cfg, callback_manager=normalize_callbacks(list(self._callbacks)))
+            evaluate(
+                state,
+                self._attached.forward_step,
+                iterator,
+                context.model,
+                None,
+                state.cfg,
+                callback_manager=normalize_callbacks(list(self._callbacks)),
+            )
         state.train_state.consumed_valid_samples = consumed
 
 
 @contextlib.contextmanager
 def _whole_parameters(model, cfg):
-    """The parameter all-gathers of `overlap_param_gather` stay off, as in Bridge's own evaluations: every rank holds all weights before the first step."""
+    """The parameter all-gathers of `overlap_param_gather` stay off, as in Bridge's own evaluations: every rank holds all weights then."""
     from megatron.bridge.training import train as loop
 
     overlaps = loop.should_disable_forward_pre_hook(cfg.ddp.use_megatron_fsdp, cfg.optimizer.use_distributed_optimizer, cfg.ddp.overlap_param_gather)
@@ -101,5 +109,9 @@ def head_shapes(model: Sequence[torch.nn.Module]) -> HeadShapes | None:
     tp = group.size()
     padded = weight.shape[0] * tp
     true_size = min(padded, getattr(lm.config, "vocab_size", None) or padded)
-    return HeadShapes(width=weight.shape[1], vocab=VocabSpec(true_size=true_size, student_padded=padded, teacher_padded=true_size, tp=tp), dtype=weight.dtype,
-                      tp_group=group if tp > 1 else None)
+    return HeadShapes(
+        width=weight.shape[1],
+        vocab=VocabSpec(true_size=true_size, student_padded=padded, teacher_padded=true_size, tp=tp),
+        dtype=weight.dtype,
+        tp_group=group if tp > 1 else None,
+    )

@@ -14,8 +14,13 @@ ROOT = Path(__file__).parents[2]
 def demo(tmp_path_factory):
     """Output folder and printed text of three steps, and one step of the colocated leg."""
     out = tmp_path_factory.mktemp("demo")
-    environment = os.environ | {"MEGATRON_KD_CACHE": str(ROOT / "out" / "models"), "DEMO_OUT": str(out), "DEMO_ARGS": f"train.iters=3 train.warmup_iters=2 train.eval_iters=1 data.cache_dir={out}/data",
-                                "DEMO_LEGS": "colocated", "DEMO_LEG_STEPS": "1"}
+    environment = os.environ | {
+        "MEGATRON_KD_CACHE": str(ROOT / "out" / "models"),
+        "DEMO_OUT": str(out),
+        "DEMO_ARGS": f"train.iters=3 train.warmup_iters=2 train.eval_iters=1 data.cache_dir={out}/data",
+        "DEMO_LEGS": "colocated",
+        "DEMO_LEG_STEPS": "1",
+    }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     done = subprocess.run([ROOT / "tools" / "demo.sh"], env=environment, capture_output=True, text=True, timeout=280)

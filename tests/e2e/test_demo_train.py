@@ -9,8 +9,18 @@ import pytest
 from megatron_kd.config.load import build
 from megatron_kd.errors import ConfigError
 
-LLAMA = {"model_type": "llama", "hidden_size": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1, "intermediate_size": 1, "num_hidden_layers": 4,
-         "max_position_embeddings": 512, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 1,
+    "intermediate_size": 1,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +39,17 @@ def models(tmp_path_factory):
 
 
 def content(models, out, **train) -> dict:
-    return {"name": "tiny", "device": "cpu", "output_dir": str(out), "student": {"model": str(models / "student"), "precision": "fp32"},
-            "teacher": {"model": str(models / "teacher"), "precision": "fp32"}, "loss": {"kd_weight": 0.95, "ce_weight": 0.05},
-            "data": {"kind": "text", "text": str(models / "text.jsonl"), "seq_length": 32, "held_out": 0.2},
-            "train": {"iters": 4, "global_batch": 4, "micro_batch": 2, "lr": 0.003, "lr_decay": "constant", "eval_iters": 1, "tensorboard": False} | train}
+    return {
+        "name": "tiny",
+        "device": "cpu",
+        "output_dir": str(out),
+        "student": {"model": str(models / "student"), "precision": "fp32"},
+        "teacher": {"model": str(models / "teacher"), "precision": "fp32"},
+        "loss": {"kd_weight": 0.95, "ce_weight": 0.05},
+        "data": {"kind": "text", "text": str(models / "text.jsonl"), "seq_length": 32, "held_out": 0.2},
+        "train": {"iters": 4, "global_batch": 4, "micro_batch": 2, "lr": 0.003, "lr_decay": "constant", "eval_iters": 1, "tensorboard": False}
+        | train,
+    }
 
 
 def _train(rank, world, content, overrides):
@@ -70,7 +87,16 @@ def test_resumed_run_repeats_the_unbroken_one_bit_for_bit_and_keeps_its_history(
 
 
 def test_pruned_student_with_adapters_learns(megatron_ranks, models, tmp_path):
-    overrides = [f"student.model={models / 'teacher'}", "student.init=pruned", "student.prune.keep_layers=[0,3]", "student.lora.rank=4", "train.lr=0.002", "train.iters=12", "loss.ce_weight=0", "train.save=false"]
+    overrides = [
+        f"student.model={models / 'teacher'}",
+        "student.init=pruned",
+        "student.prune.keep_layers=[0,3]",
+        "student.lora.rank=4",
+        "train.lr=0.002",
+        "train.iters=12",
+        "loss.ce_weight=0",
+        "train.save=false",
+    ]
     megatron_ranks.run(_train, 1, timeout_s=120, content=content(models, tmp_path), overrides=overrides)
     result = json.loads((tmp_path / "summary.json").read_text())
     assert result["heldout_kl_after"] < result["heldout_kl_before"]

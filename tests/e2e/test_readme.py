@@ -60,8 +60,13 @@ def test_layer_picture_is_the_one_that_is_enforced():
 
 def test_quoted_speeds_are_those_of_the_committed_runs():
     rows = json.loads((ROOT / "docs/benchmarks/loss_h200.json").read_text())["rows"]
-    names = {"this package": "ours forward_kl", "dense logits": "dense", "chunks recomputed in backward": "checkpointed", "this package, cached top-100": "ours top-k",
-             "the published scheme, top-100 (our writing of it)": "published top-k"}
+    names = {
+        "this package": "ours forward_kl",
+        "dense logits": "dense",
+        "chunks recomputed in backward": "checkpointed",
+        "this package, cached top-100": "ours top-k",
+        "the published scheme, top-100 (our writing of it)": "published top-k",
+    }
     for label, method in names.items():
         cells = [cell.strip() for cell in re.search(rf"^\| {re.escape(label)} \|(.*)\|$", README, re.MULTILINE)[1].split("|")]
         for shape, (ms, gib) in (("llama-8b-3b", cells[:2]), ("qwen3.5-35b-9b", cells[2:])):

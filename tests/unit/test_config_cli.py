@@ -1,7 +1,6 @@
 """The program: dispatch, errors as exit codes, logs, history and report."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -53,10 +52,12 @@ def test_dispatcher_imports_no_torch():
 
 def test_redirected_output_lands_in_the_file_and_the_terminal_stays_reachable(tmp_path):
     path = tmp_path / "a" / "rank0.log"
-    code = ("import os, sys; from pathlib import Path; from megatron_kd.cli import logs\n"
-            "with logs.to_file(Path(sys.argv[1])) as terminal:\n"
-            "    print('from python'); os.write(2, b'from C\\n'); terminal.write('for a person\\n')\n"
-            "print('after')")
+    code = (
+        "import os, sys; from pathlib import Path; from megatron_kd.cli import logs\n"
+        "with logs.to_file(Path(sys.argv[1])) as terminal:\n"
+        "    print('from python'); os.write(2, b'from C\\n'); terminal.write('for a person\\n')\n"
+        "print('after')"
+    )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("after\n", "for a person\n")
     assert path.read_text() == "from python\nfrom C\n" and logs.last_lines(path, 1) == "from C"
@@ -82,7 +83,9 @@ def test_summary_table_and_curve_state_held_out_change(tmp_path):
     result = summary(build(RECIPE), history, layout="tp=1 dp=1", wall_s=12.0, memory=None)
     assert (result["heldout_kl_before"], result["heldout_kl_after"], result["heldout_ce_before"], result["heldout_ce_after"]) == (8.0, 6.0, 9.0, 7.0)
     assert (result["tokens_per_s"], result["placement"], result["layout"], result["wall_s"]) == (25.0, "colocated", "tp=1 dp=1", 12.0)
-    assert "heldout_kl_before" not in summary(build(RECIPE, ["loss.temperature=2"]), history, layout="", wall_s=1.0, memory=None), "at T=2 the divergence is no KL of the models"
+    assert "heldout_kl_before" not in summary(build(RECIPE, ["loss.temperature=2"]), history, layout="", wall_s=1.0, memory=None), (
+        "at T=2 the divergence is no KL of the models"
+    )
     cells = [cell for column in table(result).columns for cell in column.cells]
     assert "-25.0%" in cells
     paths = write(tmp_path / "out", result, history)
@@ -102,7 +105,9 @@ def test_tracked_allocations_count_what_lives_at_once():
 
 def test_measured_memory_compares_two_losses_that_agree():
     vocab = VocabSpec(true_size=4000, student_padded=4096, teacher_padded=4000)
-    memory = measure(num_rows=512, student_width=32, teacher_width=32, vocab=vocab, dtype=torch.float32, kd_weight=0.9, ce_weight=0.1, window_rows=32, group=None)
+    memory = measure(
+        num_rows=512, student_width=32, teacher_width=32, vocab=vocab, dtype=torch.float32, kd_weight=0.9, ce_weight=0.1, window_rows=32, group=None
+    )
     assert memory.relative_difference < 1e-5
     assert memory.dense_peak_bytes >= 2 * 512 * 4000 * 4, "dense holds both models' logits"
     assert memory.fused_peak_bytes < memory.dense_peak_bytes / 8
@@ -118,7 +123,9 @@ def test_measured_memory_would_notice_losses_that_differ(monkeypatch, wrong):
     else:
         monkeypatch.setattr(module, "dense_kd", lambda s, h, t, g, labels, **k: dense(t.requires_grad_(), g.requires_grad_(), s, h, labels, **k))
     vocab = VocabSpec(true_size=4000, student_padded=4096, teacher_padded=4000)
-    memory = measure(num_rows=64, student_width=32, teacher_width=32, vocab=vocab, dtype=torch.float32, kd_weight=0.9, ce_weight=0.1, window_rows=32, group=None)
+    memory = measure(
+        num_rows=64, student_width=32, teacher_width=32, vocab=vocab, dtype=torch.float32, kd_weight=0.9, ce_weight=0.1, window_rows=32, group=None
+    )
     assert memory.relative_difference > 1e-4
 
 
@@ -132,7 +139,12 @@ def finished_run(folder, placement, losses, **numbers):
 
 
 def test_compared_runs_show_their_largest_difference_over_shared_steps_and_their_source(tmp_path, capsys):
-    streamed = finished_run(tmp_path / "s", "streamed", [3.0, 2.0, 1.0], **{"stream/bytes": 1e6, "stream/wait_s": 0.5, "stream/occupancy": 0.75, "stream/rows_received": 10})
+    streamed = finished_run(
+        tmp_path / "s",
+        "streamed",
+        [3.0, 2.0, 1.0],
+        **{"stream/bytes": 1e6, "stream/wait_s": 0.5, "stream/occupancy": 0.75, "stream/rows_received": 10},
+    )
     colocated = finished_run(tmp_path / "c", "colocated", [3.0, 2.25])
     assert main(["compare", str(streamed), str(colocated), "--json", str(tmp_path / "compare.json")]) == 0
     rows = json.loads((tmp_path / "compare.json").read_text())
@@ -150,5 +162,16 @@ def test_compare_names_a_folder_without_a_run(tmp_path, capsys):
 def test_bytes_of_the_stream_follow_from_the_recipe():
     from megatron_kd.cli.report import stream_bytes_expected
 
-    recipe = build(RECIPE, ["train.iters=26", "train.eval_iters=3", "train.global_batch=2", "train.micro_batch=2", "data.seq_length=384", "student.layout.tp=3", "stream.rows=fp32"])
+    recipe = build(
+        RECIPE,
+        [
+            "train.iters=26",
+            "train.eval_iters=3",
+            "train.global_batch=2",
+            "train.micro_batch=2",
+            "data.seq_length=384",
+            "student.layout.tp=3",
+            "stream.rows=fp32",
+        ],
+    )
     assert stream_bytes_expected(recipe, dp=1, teacher_width=576) == 29 * 768 // 3 * 576 * 4

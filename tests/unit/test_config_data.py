@@ -81,7 +81,10 @@ def _prepare(rank, world, config, folder):
         assert module.prepare_text(config, "characters", Path(folder)) == prepared
     finally:
         transformers.AutoTokenizer.from_pretrained = original
-    read = {name: [np.array(document) for document in IndexedDataset(prefix)] for name, prefix in (("train", prepared.train_prefix), ("held_out", prepared.held_out_prefix))}
+    read = {
+        name: [np.array(document) for document in IndexedDataset(prefix)]
+        for name, prefix in (("train", prepared.train_prefix), ("held_out", prepared.held_out_prefix))
+    }
     return prepared, read
 
 
@@ -96,10 +99,21 @@ def test_no_paragraph_of_a_held_out_topic_is_left_in_training(prepared_pydoc):
     assert set(texts["held_out"]) <= set(pydoc_data.topics.topics.values()), "held-out topics are whole"
     assert 0.03 < prepared.held_out_tokens / (prepared.train_tokens + prepared.held_out_tokens) < 0.08
     assert all(ids[-1] == 0 for part in read.values() for ids in part)
-    assert (sum(map(len, read["train"])), sum(map(len, read["held_out"])), len(read["train"])) == (prepared.train_tokens, prepared.held_out_tokens, prepared.train_documents)
+    assert (sum(map(len, read["train"])), sum(map(len, read["held_out"])), len(read["train"])) == (
+        prepared.train_tokens,
+        prepared.held_out_tokens,
+        prepared.train_documents,
+    )
 
 
-@pytest.mark.parametrize("source, words", [("nowhere", ["nowhere", "no .txt or .jsonl"]), ("python:no.such", ["python:no.such", "cannot be loaded"]), ("python:os.nothing", ["cannot be loaded"])])
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("nowhere", ["nowhere", "no .txt or .jsonl"]),
+        ("python:no.such", ["python:no.such", "cannot be loaded"]),
+        ("python:os.nothing", ["cannot be loaded"]),
+    ],
+)
 def test_text_that_is_not_there_is_named(source, words):
     with pytest.raises(ConfigError) as error:
         list(module.documents(text_config(source)))

@@ -29,7 +29,9 @@ def make_env(environment: dict, venv: Path) -> subprocess.CompletedProcess:
 def test_missing_python_is_named_with_the_ways_to_get_it(bare, tmp_path):
     done = make_env(bare, tmp_path / "venv")
     assert done.returncode == 1 and not (tmp_path / "venv").exists()
-    assert all(words in done.stderr for words in ("Python 3.12 with venv is missing", "pyenv install 3.12", "apt-get install", "PYTHON=")), done.stderr
+    assert all(words in done.stderr for words in ("Python 3.12 with venv is missing", "pyenv install 3.12", "apt-get install", "PYTHON=")), (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize("place", ["PYTHON", "pyenv"])
