@@ -5,6 +5,7 @@ When one side dies, the other is ended, and the last line says which died first 
 """
 
 import argparse
+import contextlib
 import ctypes
 import os
 import secrets
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_kd.config.load import load
 from megatron_kd.config.schema import Recipe, StreamConfig
@@ -131,11 +133,14 @@ class Supervisor:
         return code if 0 <= code < 256 else 1
 
     def _signal(self, side: Side, number: int) -> None:
+        """To the ranks themselves: torchrun, told to end, would print a traceback and give them 30 s."""
         if side.process.poll() is None:
-            side.process.send_signal(number)
+            for pid in ranks_of(side.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _end(self, side: Side) -> None:
-        """A polite end, then a hard one for the whole session of the launcher that we started."""
+        """A polite end, then a hard one."""
         if side.process.poll() is not None:
             return
         self._signal(side, signal.SIGTERM)
@@ -143,7 +148,8 @@ class Supervisor:
             side.process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             self._say(f"{side.name} did not end within {GRACE_S:.0f} s: killed")
-            os.killpg(side.process.pid, signal.SIGKILL)
+            self._signal(side, signal.SIGKILL)
+            side.process.kill()
             side.process.wait(10)
 
 
@@ -154,6 +160,15 @@ def rendezvous_for(recipe: Recipe) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Processes that a launcher of ours has started, or the process itself where it launches nothing (Linux)."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ranks = [int(child) for child in children if b"megatron_kd" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return ranks or [pid]
+    return [pid]
 
 
 def _end_with_parent() -> None:

@@ -7,6 +7,7 @@ Each rank's output goes to OUTPUT_DIR/logs.
 """
 
 import argparse
+import ctypes
 import os
 import signal
 import socket
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     name = args.name or f"{socket.gethostname()}-{os.environ.get('MASTER_PORT', os.getpid())}"
     path = Path(recipe.output_dir) / "logs" / f"teach_{name}_rank{rank}.log" if args.logs == "files" else None
     stopped = []
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # a launcher that is killed takes its ranks along (Linux), or they would serve on unseen
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.append(True))
     with logs.to_file(path) as terminal:

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -29,7 +30,7 @@ def recipe_of(models: Path, out: Path, *, placement: str, port: int, iters: int)
                "teacher": {"model": str(models / "teacher"), "precision": "fp32", "placement": placement}, "loss": {"kd_weight": 0.8, "ce_weight": 0.2},
                "data": {"kind": "text", "text": str(models / "text.jsonl"), "seq_length": 32, "held_out": 0.2},
                "train": {"iters": iters, "global_batch": 4, "micro_batch": 2, "lr": 0.01, "lr_decay": "constant", "eval_iters": 1, "eval_interval": 20, "tensorboard": False,
-                         "save_interval": 10, "threads_per_rank": 1},
+                         "save_interval": 10, "log_interval": 1, "threads_per_rank": 1},
                "stream": {"rows": "fp32", "rendezvous": f"127.0.0.1:{port}", "token_file": str(models / "token"), "deadline_s": 30.0, "heartbeat_s": 3.0, "ring_depth": 3}}
     if placement == "streamed":
         content["teacher"]["layout"] = LAYOUT
@@ -68,11 +69,11 @@ def train(rank, world, content) -> str:
 
 
 def numbers(out: Path) -> list[tuple]:
-    """Every number of the history, in order, except times; the last record of each step."""
+    """Every number of the history that the training itself makes, in order; the last record of each step."""
     lines = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     found = {}
     for line in lines:
-        found[line["kind"], line["step"]] = tuple(value for key, value in sorted(line.items()) if key != "seconds")
+        found[line["kind"], line["step"]] = tuple(value for key, value in sorted(line.items()) if key != "seconds" and "/" not in key)
     return sorted(found.items())
 
 
@@ -85,9 +86,11 @@ def start_teacher(content: dict, folder: Path) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen, number: int) -> None:
-    """Signal the launcher's session, which is ours alone."""
+    """Signal the ranks that a launcher started, and wait for it."""
     if process.poll() is None:
-        os.killpg(process.pid, number)
+        for rank in psutil.Process(process.pid).children(recursive=True):
+            if "teach" in rank.cmdline():
+                rank.send_signal(number)
         process.wait(40)
 
 
@@ -95,20 +98,15 @@ def test_streamed_equals_colocated_bit_for_bit_also_after_the_teacher_was_killed
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    content = recipe_of(models, tmp_path / "streamed", placement="streamed", port=port, iters=10)
-    teacher = start_teacher(content, tmp_path)
+    broken = recipe_of(models, tmp_path / "broken", placement="streamed", port=port, iters=40)
+    teacher = start_teacher(broken, tmp_path)
     try:
         colocated = recipe_of(models, tmp_path / "colocated", placement="colocated", port=port, iters=40)
         assert megatron_ranks.run(train, 2, timeout_s=120, content=colocated) == ["", ""]
         want = numbers(tmp_path / "colocated")
+        assert len(want) >= 42, "40 steps, and evaluations before, within and after them"
 
-        assert megatron_ranks.run(train, 2, timeout_s=120, content=content) == ["", ""]
-        got = dict(numbers(tmp_path / "streamed"))
-        shared = [key for key, _ in want if key in got and key[0] == "step"]
-        assert len(shared) == 10 and all(got[key] == dict(want)[key] for key in shared)
-
-        # the same replica serves the next run, is killed in the middle of it, and the run ends in time and names it
-        broken = recipe_of(models, tmp_path / "broken", placement="streamed", port=port, iters=40)
+        # the replica is killed in the middle of the run, which ends in time and names it
         errors = []
 
         def run_until_it_breaks():
@@ -121,19 +119,21 @@ def test_streamed_equals_colocated_bit_for_bit_also_after_the_teacher_was_killed
         thread = threading.Thread(target=run_until_it_breaks)
         thread.start()
         history, deadline = tmp_path / "broken" / "history.jsonl", time.monotonic() + 90
-        while time.monotonic() < deadline and thread.is_alive() and not (history.exists() and len(history.read_text().splitlines()) > 15):
+        while time.monotonic() < deadline and thread.is_alive() and not (history.exists() and len(history.read_text().splitlines()) > 13):
             time.sleep(0.02)
         end(teacher, signal.SIGKILL)
         killed = time.monotonic()
         thread.join(60)
         assert time.monotonic() - killed < 20
         assert all("TeacherLost" in text and "replica-a" in text for text in errors[0]), errors
-        assert numbers(tmp_path / "broken") != want
+        before = numbers(tmp_path / "broken")
+        assert 10 < len(before) < len(want) and all(pair in want for pair in before)
 
-        teacher = start_teacher(content, tmp_path)
+        teacher = start_teacher(broken, tmp_path)
         assert megatron_ranks.run(train, 2, timeout_s=120, content=broken) == ["", ""]
         assert numbers(tmp_path / "broken") == want
         end(teacher, signal.SIGTERM)
         assert teacher.returncode == 0, "told to stop, a replica ends normally"
     finally:
         end(teacher, signal.SIGKILL)
+        teacher.wait(20)
