@@ -57,7 +57,8 @@ def decode_topk(buffer: bytes | memoryview, num_rows: int, spec: PayloadSpec, *,
     log_probs_NK = _float_from_bits(planes[4:4 + width], size, spec.precision).view(num_rows, spec.width)
     tail_N = torch.from_numpy(_exact(planes[-1], "<f4", num_rows).copy())
     if rescale and spec.kind == "topk":
-        log_probs_NK += (torch.log1p(-tail_N) - torch.logsumexp(log_probs_NK, dim=1)).unsqueeze(1)
+        log_probs, tail = log_probs_NK.numpy(), tail_N.numpy()  # numpy: no pool of threads beside the reader's own
+        log_probs += (np.log1p(-tail) - np.log(np.exp(log_probs).sum(axis=1)))[:, None]
     return TopKRows(torch.from_numpy(ids), log_probs_NK, tail_N)
 
 

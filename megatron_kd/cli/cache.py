@@ -6,6 +6,7 @@
     megatron-kd cache verify STORE [--against RECIPE [key=value ...]]   every byte; with a recipe also a sample through the teacher
     megatron-kd cache merge TARGET SOURCE [SOURCE ...]
     megatron-kd cache repair STORE
+    megatron-kd cache bench                             bytes and time a token of every payload here
 """
 
 import argparse
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stat.add_argument("--json", action="store_true", help="print the result as JSON")
     stat.add_argument("--bench", action="store_true", help="measure how fast records are read and decoded here")
     stat.add_argument("--threads", type=int, default=1, help="reader threads of --bench")
+    stat.add_argument("--seconds", type=float, default=3.0, help="length of --bench")
     verify = actions.add_parser("verify", help="check every byte; exit code 1 on any finding")
     verify.add_argument("store")
     verify.add_argument("--against", nargs="+", metavar=("RECIPE", "key=value"), help="run a sample of the recipe's data through its teacher again and compare")
@@ -40,13 +42,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     merge = actions.add_parser("merge", help="copy what TARGET lacks from other stores")
     merge.add_argument("target")
     merge.add_argument("sources", nargs="+")
+    bench = actions.add_parser("bench", help="bytes and time a token of every payload on this machine, in a temporary store")
+    bench.add_argument("--vocab", type=int, default=248_320)
+    bench.add_argument("--k", type=int, default=100)
+    bench.add_argument("--hidden", type=int, default=2048)
+    bench.add_argument("--tokens", type=int, default=32_768)
+    bench.add_argument("--segment", type=int, default=4096, help="tokens of a segment")
+    bench.add_argument("--threads", type=int, default=2)
+    bench.add_argument("--seconds", type=float, default=1.0, help="length of each reading")
+    bench.add_argument("--json", action="store_true", help="print the result as JSON")
     repair = actions.add_parser("repair", help="drop damage, rebuild indexes, seal what a dead writer left")
     repair.add_argument("store")
 
 
 def run(args: argparse.Namespace) -> int:
     """One action; returns the exit code."""
-    return {"build": build, "coverage": coverage, "stat": stat, "verify": verify, "merge": merge, "repair": repair}[args.action](args)
+    return {"build": build, "coverage": coverage, "stat": stat, "verify": verify, "merge": merge, "repair": repair, "bench": bench}[args.action](args)
 
 
 def open_store(text: str):
@@ -69,7 +80,7 @@ def stat(args: argparse.Namespace) -> int:
     storage = open_store(args.store)
     report = upkeep.stat(storage)
     if args.bench:
-        report["bench"] = [upkeep.bench(storage, collection, num_threads=args.threads) | {"payload": collection.spec.describe()} for collection in Manifest(storage).collections]
+        report["bench"] = [upkeep.bench(storage, collection, num_threads=args.threads, min_s=args.seconds) | {"payload": collection.spec.describe()} for collection in Manifest(storage).collections]
     print(json.dumps(report, indent=1) if args.json else describe(report))
     return 0
 
@@ -86,6 +97,16 @@ def describe(report: dict) -> str:
         lines.append(f"  reading {b['payload']}: {b['tokens_per_s']:,.0f} tokens/s, {b['bytes_per_s'] / 1e6:.0f} MB/s on {b['threads']} thread(s), "
                      f"{b['microseconds_per_token_and_thread']:.2f} us a token and thread")
     return "\n".join(lines)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Print a table of payloads."""
+    from megatron_kd.cli import cache_bench
+
+    results = cache_bench.measure(vocab=args.vocab, k=args.k, hidden=args.hidden, num_tokens=args.tokens, segment_tokens=args.segment,
+                                  threads=args.threads, read_s=args.seconds)
+    print(json.dumps(results, indent=1) if args.json else cache_bench.table(results))
+    return 0
 
 
 def merge(args: argparse.Namespace) -> int:
