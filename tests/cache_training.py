@@ -56,10 +56,10 @@ def dump(rank, world, *, teacher, location, num_samples, batch, layout, reverse=
             if needed is not None:
                 yield needed
 
-    for group, num_real in lanes(blocks(), groups.dp.size()):
-        rows = answers(group[groups.dp.rank()])
-        if recorder is not None and groups.dp.rank() < num_real:
-            recorder.put(group[groups.dp.rank()], rows)
+    for asked, num_real in lanes(blocks(), groups.dp.size(), groups.dp.rank(), answers.depth):
+        answered = answers.many(asked)
+        for block, rows in list(zip(asked, answered))[:num_real] if recorder is not None else ():
+            recorder.put(block, rows)
     if recorder is not None:
         recorder.close()
     torch.distributed.barrier()

@@ -212,10 +212,10 @@ def _build(recipe, say, *, as_json: bool) -> tuple[int, str | None]:
     writer = CacheWriter(job.storage, job.collection, shard_bytes=recipe.cache.shard_bytes, recover_first=False) if answers.writes else None
     recorder = None if writer is None else Recorder(writer, job.collection.spec)
     try:
-        for group, num_real in lanes(needed(), num_lanes):
-            rows = answers(group[lane])
-            if recorder is not None and lane < num_real:
-                recorder.put(group[lane], rows)
+        for blocks, num_real in lanes(needed(), num_lanes, lane, answers.depth):
+            answered = answers.many(blocks)
+            for block, rows in list(zip(blocks, answered, strict=True))[:num_real] if recorder is not None else ():
+                recorder.put(block, rows)
             progress.step(plan.new_rows, recorder.num_bytes * num_lanes if recorder is not None else 0)
         if recorder is not None:
             recorder.close()

@@ -6,7 +6,8 @@ never store a segment twice and expert-parallel lanes always run together. Calle
 Shape letters: N rows, K kept tokens, H width.
 """
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -24,7 +25,7 @@ from megatron_kd.mcore.groups import Groups
 from megatron_kd.mcore.model import head_weight
 from megatron_kd.mcore.output_layer import head_transform
 from megatron_kd.rows import RowBlock, TokenBlock, TopKBlock
-from megatron_kd.teacher.forward import hidden_rows
+from megatron_kd.teacher.forward import hidden_rows_many
 
 MAX_WRITES_BEHIND = 4
 Rows = RowBlock | TopKBlock
@@ -51,11 +52,30 @@ class Answers:
         """Whether this rank gets whole answers: the first tensor- and context-parallel rank of the last stage."""
         return self._groups.is_last_stage and self._groups.tp.rank() == self._groups.cp.rank() == 0
 
+    @property
+    def depth(self) -> int:
+        """Micro-batches that keep the teacher's pipeline full; 1 without one."""
+        stages = self._groups.pp.size()
+        return 2 * stages if stages > 1 else 1
+
     def __call__(self, block: TokenBlock) -> Rows | None:
-        """All asked rows, on the CPU, on ranks of the last stage; None on other stages. Every rank of the teacher's model calls it."""
-        rows = hidden_rows(self._lm, block)
-        if rows is None:
-            return None
+        """`many` of one block."""
+        (rows,) = self.many([block])
+        return rows
+
+    def many(self, blocks: Sequence[TokenBlock]) -> list[Rows | None]:
+        """All asked rows of each block, on the CPU, on ranks of the last stage; None on other stages. Every rank of the teacher's model calls it.
+
+        Neighbouring blocks of one shape go through the pipeline together.
+        """
+        answers = []
+        for _, alike in itertools.groupby(blocks, key=lambda block: tuple(block.tokens_bs.shape)):
+            alike = list(alike)
+            rows = hidden_rows_many(self._lm, alike)
+            answers += [None] * len(alike) if rows is None else [self._answer(block, row_block) for block, row_block in zip(alike, rows, strict=True)]
+        return answers
+
+    def _answer(self, block: TokenBlock, rows: RowBlock) -> Rows:
         if self._spec.kind == "hidden":
             parts = (rows.hidden_NH,)
         else:
@@ -139,16 +159,13 @@ class Plan:
         return rows
 
 
-def lanes(blocks: Iterable[TokenBlock], num_lanes: int) -> Iterator[tuple[list[TokenBlock], int]]:
-    """(group of `num_lanes` blocks, how many of them count): the last group is filled up with its first block, so that all lanes run."""
-    group = []
-    for block in blocks:
-        group.append(block)
-        if len(group) == num_lanes:
-            yield group, num_lanes
-            group = []
-    if group:
-        yield group + [group[0]] * (num_lanes - len(group)), len(group)
+def lanes(blocks: Iterable[TokenBlock], num_lanes: int, lane: int, depth: int = 1) -> Iterator[tuple[list[TokenBlock], int]]:
+    """(`depth` blocks for this lane, how many of them count) for each round: the last round is filled up, so that all lanes run."""
+    blocks = iter(blocks)
+    while group := list(itertools.islice(blocks, num_lanes * depth)):
+        num_real = len(range(lane, len(group), num_lanes))
+        group += [group[0]] * (num_lanes * depth - len(group))
+        yield group[lane::num_lanes], num_real
 
 
 class Recorder:
