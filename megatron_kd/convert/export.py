@@ -62,26 +62,23 @@ def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str 
     saved = checkpoint.run_config(checkpoint_dir).get("model", {})
     mtp_layers = saved.get("mtp_num_layers") or None
     chunks = _trained_model(checkpoint_dir, reference, layout, dtype, mtp_layers)
-    tensors = checkpoint.hf_tensors(model.bridge_for(reference, dtype), chunks, vocab_size=config["vocab_size"])
     tokens_bs = torch.randint(0, config["vocab_size"], PARITY_TOKENS, generator=torch.Generator().manual_seed(0))
-    config = _exported_config(config, mtp_layers, dtype)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank != 0:
+    ours_bsV = _logits_on_rank_0(checkpoint.forward_logits(chunks, tokens_bs)) if check else None
+    checkpoint.merge_adapters(chunks)
+    tensors = checkpoint.hf_tensors(model.bridge_for(reference, dtype), chunks, vocab_size=config["vocab_size"])
+    if dist.is_initialized() and dist.get_rank() != 0:
         for _ in tensors:
             pass
-        if check:
-            _logits_on_rank_0(checkpoint.forward_logits(chunks, tokens_bs))
         return Exported(num_tensors=0, num_bytes=0, max_logit_error=None)
     num_tensors, error = 0, None
     with CheckpointWriter(target, expected_bytes=_expected_bytes(reference, dtype), overwrite=overwrite, progress=progress) as writer:
         for name, tensor in tensors:
             writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
             num_tensors += 1
-        writer.add_json("config.json", config)
+        writer.add_json("config.json", _exported_config(config, mtp_layers, dtype))
         writer.copy_companions(Path(reference))
         if check:
-            ours_bsV = _logits_on_rank_0(checkpoint.forward_logits(chunks, tokens_bs))[..., : config["vocab_size"]]
-            error = _check_parity(writer.close_shards(), tokens_bs, ours_bsV, dtype, max_logit_error)
+            error = _check_parity(writer.close_shards(), tokens_bs, ours_bsV[..., : config["vocab_size"]], dtype, max_logit_error)
     return Exported(num_tensors=num_tensors, num_bytes=writer.num_bytes, max_logit_error=error)
 
 

@@ -81,6 +81,37 @@ def load_adapters(chunks: Sequence[torch.nn.Module], checkpoint: str | Path, pef
             raise ConvertError(rule("adapters", unexpected[:4], "the model has no such adapters", "Export with the recipe that trained them"))
 
 
+def merge_adapters(chunks: Sequence[torch.nn.Module]) -> int:
+    """Add every LoRA adapter to the weights that it wraps and take it out; returns how many. Collective.
+
+    Bridge's own merge at export does not transpose GPT-OSS's expert weights back. Errors: ConvertError for adapters of another shape than LoRA's.
+    """
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+
+    merged = 0
+    for parent in [module for chunk in chunks for module in chunk.modules()]:
+        for name, child in list(parent.named_children()):
+            if isinstance(child, AdapterWrapper):
+                _merge_adapter(child)
+                parent._modules[name] = child.to_wrap
+                merged += 1
+    return merged
+
+
+@torch.no_grad()
+def _merge_adapter(wrapper: torch.nn.Module) -> None:
+    from megatron.bridge.peft.lora_merge import LoRAMerge
+
+    adapter = wrapper.adapter
+    if not (hasattr(adapter, "linear_in") and hasattr(adapter, "linear_out")):
+        raise ConvertError(rule("adapter", type(adapter).__name__, "only plain LoRA can be merged", "Export with Bridge's own tools"))
+    weights = [weight for name, weight in wrapper.to_wrap.named_parameters(recurse=False) if name.startswith("weight")]
+    for weight in weights:  # grouped experts have one a local expert, and share the adapter
+        full = LoRAMerge().merge(weight.float(), adapter.linear_out.weight.float(), adapter.linear_in.weight.float(), adapter.alpha, adapter.dim,
+                                 tp_group=getattr(adapter.linear_in, "tp_group", None))
+        weight.copy_(full)
+
+
 def save_weights(chunks: Sequence[torch.nn.Module], directory: str | Path, *, tokenizer: str | Path | None = None) -> None:
     """Write the weights as a Megatron checkpoint (iter_0000000, no optimizer state) with its run_config.yaml. Collective."""
     from megatron.bridge.training.model_load_save import save_megatron_model

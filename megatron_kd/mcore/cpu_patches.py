@@ -112,12 +112,16 @@ def patch_specs() -> None:
             if norm.bias is not None:
                 self.layer_norm_bias = norm.bias
 
-        def forward(self, x, *args, **kwargs):
+        def normalised(self, x):
+            """What the linear part sees."""
             norm = self._norm[0]
             norm.weight = self.layer_norm_weight
             if norm.bias is not None:
                 norm.bias = self.layer_norm_bias
-            return super().forward(norm(x), *args, **kwargs)
+            return norm(x)
+
+        def forward(self, x, *args, **kwargs):
+            return super().forward(self.normalised(x), *args, **kwargs)
 
         def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
             from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -167,6 +171,7 @@ def _patch_gated_delta_net() -> None:
 def patch_bridge() -> None:
     """megatron.bridge.training: initialisation without CUDA and without a C++ tool chain."""
     import megatron.bridge.peft.utils as peft
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
     import megatron.bridge.training.initialize as initialize
     import megatron.bridge.training.setup as setup
 
@@ -174,3 +179,11 @@ def patch_bridge() -> None:
     setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
     setup.set_jit_fusion_options = lambda *_, **__: None
     initialize.compile_helpers = lambda: None  # the wheel ships the compiled helpers but no Makefile
+
+    upstream = AdapterWrapper.base_linear_forward
+
+    def base_linear_forward(self, x, *args, **kwargs):  # an adapter reads what its linear reads; Transformer Engine returns that beside the output
+        output, bias, adapter_input = upstream(self, x, *args, **kwargs)
+        return output, bias, self.to_wrap.normalised(x) if hasattr(self.to_wrap, "normalised") else adapter_input
+
+    AdapterWrapper.base_linear_forward = base_linear_forward
