@@ -38,7 +38,8 @@ def test_a_recipe_says_for_whom_it_is_and_fits_its_hardware(name):
     assert recipe.name == name and re.search(r"^# For: ", text, re.M)
     plan = planned(PATHS[name])
     assert plan["fits"], plan
-    assert f"# Memory: {plan['peak_gib']} GiB" in text, "the header's figure is stale: run tools/run_recipes.py --plan-only"
+    stated_gib = float(re.search(r"^# Memory: ([\d.]+) GiB", text, re.M)[1])
+    assert stated_gib == pytest.approx(plan["peak_gib"], rel=0.05), "the header's figure is stale: run tools/run_recipes.py --plan-only"
     assert int(GPUS_LINE.search(text)[1]) == plan["gpus"]
 
 
@@ -51,7 +52,7 @@ def test_the_committed_record_holds_a_proof_of_every_recipe():
         assert proof["max_logit_error"] < 1e-4, name
 
 
-@pytest.mark.parametrize("name", ["qwen35_35b_9b_colocated", "qwen35_397b_35b_streamed", "gpt_oss_20b_compressed_32k_cached"])
+@pytest.mark.parametrize("name", ["qwen35_35b_9b_colocated", "qwen35_397b_35b_streamed", "gpt_oss_20b_compressed_32k_cached", "gpt_oss_20b_smoke"])
 def test_a_recipes_small_twin_trains_saves_resumes_and_exports(name, megatron_ranks, teacher_ranks, tmp_path):
     proof = prove(PATHS[name], tmp_path / name, megatron_ranks, teacher_ranks)
     assert proof.max_logit_error < 1e-4 and proof.losses[0] != proof.losses[2]
