@@ -90,6 +90,8 @@ def _check_layout(cfg, model) -> None:
                 "Set model.mtp_num_layers=None or model.overlap_moe_expert_parallel_comm=False")
     if getattr(model, "hybrid_context_parallel", False):
         _refuse("hybrid_context_parallel", True, "row ids are not defined for it", "Turn it off")
+    if (eval_cp := getattr(cfg.dist, "eval_context_parallel_size", None)) not in (None, getattr(model, "context_parallel_size", 1) or 1):
+        _refuse("dist.eval_context_parallel_size", eval_cp, "rows are dealt to the training's context-parallel ranks", "Leave it out")
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(cfg.dist, name, False) or getattr(cfg.ddp, name, False):
             _refuse(name, True, "the weight gradient of a sharded head has not been proven with the fused loss", "Use DDP with the distributed optimizer")
