@@ -42,6 +42,7 @@ def compare(folders: list[Path]) -> list[dict]:
             {
                 "folder": str(folder),
                 "placement": summary["placement"],
+                "targets": summary["targets"],
                 "layout": summary["layout"],
                 "steps": len(steps),
                 "shared_steps": len(shared),
@@ -64,6 +65,8 @@ def table(rows: list[dict]):
         view.add_column(column, justify="right" if column in ("steps", "s/step") else "left")
     for row in rows:
         difference = "" if row["max_kd_difference"] is None else f"KD {row['max_kd_difference']:.2g}, CE {row['max_ce_difference']:.2g}"
+        if difference and row["targets"] != rows[0]["targets"]:
+            difference = f"CE {row['max_ce_difference']:.2g} (KD is over {row['targets']} and the rest)"
         view.add_row(
             row["placement"], str(row["steps"]), "  ".join(f"{v:.4f}" for v in row["first_kd"]), difference, f"{row['step_s']:.2f}", _source(row)
         )

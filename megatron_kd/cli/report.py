@@ -21,6 +21,7 @@ def summary(recipe: Recipe, history: History, *, layout: str, wall_s: float, mem
     result = {
         "name": recipe.name,
         "placement": recipe.teacher.placement,
+        "targets": f"top-{recipe.cache.k}" if recipe.teacher.placement == "cached" and recipe.cache.payload == "topk" else "hidden states",
         "layout": layout,
         "device": recipe.device,
         "steps": len(history.steps),

@@ -73,3 +73,16 @@ def test_quoted_speeds_are_those_of_the_committed_runs():
             row = next(r for r in rows if (r["method"], r["shape"], r["tokens"]) == (method, shape, 32768))
             expected = ("out of memory", "") if row["ms"] is None else (f"{row['ms']:.0f} ms", f"{row['peak_gib']:.1f} GiB")
             assert (ms, gib) == expected, (label, shape)
+
+
+def test_quoted_demo_is_the_committed_run():
+    run = json.loads((ROOT / "docs/benchmarks/demo_cpu.json").read_text())
+    summary, text = run["summary"], " ".join(README.split())
+    assert (
+        f"In {summary['steps']} steps ({summary['tokens']:,} tokens) the held-out KL falls from {summary['heldout_kl_before']:.2f} to {summary['heldout_kl_after']:.2f}"
+        in text
+    )
+    fused, dense = round(summary["loss_peak_bytes"] / 2**20), round(summary["dense_loss_peak_bytes"] / 2**20)
+    assert f"the loss holds {fused} MiB where dense logits hold {dense}" in text
+    colocated = next(row for row in run["compare"] if row["placement"] == "colocated")
+    assert colocated["max_kd_difference"] == colocated["max_ce_difference"] == 0.0, "README says: the same losses"
