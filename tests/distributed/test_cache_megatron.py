@@ -139,10 +139,10 @@ def test_the_commands_build_continue_measure_and_verify(megatron_ranks, tmp_path
     code, text = cache(1, "coverage", *recipe)
     assert code == 0 and "6 of 141 segments" in text and "first miss" in text and "not built yet" in text
     code, text = cache(2, "build", *recipe, "--json")
-    built = json.loads(text)
+    built = json.loads(text.splitlines()[-1])
     assert code == 0 and (built["new_segments"], built["known_segments"]) == (135, 6)
     code, text = cache(1, "coverage", *recipe, "--json")
-    assert code == 0 and json.loads(text)["hit_rate"] == 1.0 and json.loads(text)["first_miss"] is None
+    assert code == 0 and json.loads(text.splitlines()[-1])["hit_rate"] == 1.0 and json.loads(text.splitlines()[-1])["first_miss"] is None
     report = upkeep.stat(store)
     assert report["segments"] == report["collections"][0]["records"] == 141 and not upkeep.verify(store)
     code, text = cache(1, "verify", str(tmp_path / "cache"), "--against", *recipe)

@@ -1,5 +1,6 @@
 """The cache on an object store: a real S3 server in its own process, reached over HTTP through fsspec."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -109,3 +110,19 @@ def test_damage_and_loss_on_the_server_are_found(server, tmp_path):
     with CacheWriter(storage, MADE, spool_dir=str(tmp_path)) as writer:
         assert samples.store(writer, asked, MADE) >= 1
     check(storage, [asked])
+
+
+def test_multi_storage_client_locations_work_as_they_are(server, tmp_path, monkeypatch):
+    """msc://PROFILE/path, the way in which Megatron-Bridge names object stores, on the same S3 server."""
+    pytest.importorskip("multistorageclient")
+    opened(server, "profiled")
+    config = {"profiles": {"kd": {"storage_provider": {"type": "s3", "options": {"base_path": "profiled", "endpoint_url": server, "region_name": "us-east-1"}},
+                                  "credentials_provider": {"type": "S3Credentials", "options": {"access_key": "test", "secret_key": "test"}}}}}
+    (tmp_path / "msc.json").write_text(json.dumps(config))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    asked = samples.block(samples.random_tokens(6, 6))
+    with CacheWriter(Storage("msc://kd/store"), MADE, shard_bytes=1200, spool_dir=str(tmp_path)) as writer:
+        samples.store(writer, asked, MADE)
+    check(Storage("msc://kd/store"), [asked])
+    check(Storage("s3://profiled/store", options(server)), [asked])
+    assert not upkeep.verify(Storage("msc://kd/store"))
