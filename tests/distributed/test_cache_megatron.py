@@ -21,6 +21,7 @@ def models(tmp_path_factory):
 
     made = make_models(tmp_path_factory.mktemp("models"))
     caching.write_tokenizer(made["teacher"])
+    caching.write_tokenizer(made["gptoss"])
     return made
 
 
@@ -49,12 +50,23 @@ def rows_of(location):
 @pytest.mark.parametrize("layout, batch", [({"tp": 2, "sequence_parallel": True}, 4), ({"pp": 2}, 3)], ids=["TP with SP", "PP"])
 def test_every_layout_dumps_the_same_rows(models, megatron_ranks, dumped, tmp_path, layout, batch):
     megatron_ranks.run(caching.dump, 2, teacher=models["teacher"], location=str(tmp_path), num_samples=SAMPLES, batch=batch, layout=layout, k=9, timeout_s=120)
-    ours, theirs = rows_of(str(tmp_path)), rows_of(dumped)
+    check_same_rows(rows_of(str(tmp_path)), rows_of(dumped))
+
+
+def check_same_rows(ours, theirs):
     assert ours.keys() == theirs.keys()
     for key, (positions, kept) in ours.items():
         other_positions, other = theirs[key]
         assert np.array_equal(positions, other_positions) and torch.equal(kept.ids_NK, other.ids_NK)
         assert (kept.log_probs_NK - other.log_probs_NK).abs().max() < 1e-4 and (kept.tail_N - other.tail_N).abs().max() < 1e-5
+
+
+def test_experts_spread_over_lanes_dump_what_one_rank_dumps(models, megatron_ranks, tmp_path):
+    """EP=2: both data-parallel lanes run every round together, also the last one, which only the first lane needs."""
+    stores = [str(tmp_path / "ep2"), str(tmp_path / "alone")]
+    for world, batch, layout, location in ((2, 4, {"ep": 2, "etp": 1}, stores[0]), (1, 3, {}, stores[1])):
+        megatron_ranks.run(caching.dump, world, teacher=models["gptoss"], location=location, num_samples=12, batch=batch, layout=layout, k=9, timeout_s=120)
+    check_same_rows(*map(rows_of, stores))
 
 
 def test_a_dump_at_dp2_trains_tp2_with_the_losses_of_the_online_teacher(models, megatron_ranks, dumped, tmp_path):
@@ -122,6 +134,15 @@ def command(rank, world, *, argv):
     return code, output.getvalue()
 
 
+def die_while_writing(store):
+    """Leave one shard as a writer that was killed would have: partial, with half a record more."""
+    name = sorted(store.files("shards"))[0]
+    content = store.read(f"shards/{name}")
+    store.remove(f"index/{name.replace('.kds', '.kdi')}")
+    store.remove(f"shards/{name}")
+    store.local_path(f"partial/{name}").write_bytes(content + content[len(content) // 2:-20])
+
+
 def test_the_commands_build_continue_measure_and_verify(megatron_ranks, tmp_path):
     """The small twin of a cached recipe: a build in two parts on DP=2, then coverage and a comparison with the teacher, and with another one."""
     from megatron_kd.convert.shrink import shrink
@@ -136,11 +157,14 @@ def test_the_commands_build_continue_measure_and_verify(megatron_ranks, tmp_path
 
     assert cache(2, "build", *recipe, "cache.max_sequences=6")[0] == 0
     assert upkeep.stat(store)["segments"] == 6
+    die_while_writing(store)
+    assert upkeep.stat(store)["segments"] < 6 and upkeep.stat(store)["open_shards"] == 1
+    lost = 6 - upkeep.stat(store)["segments"]
     code, text = cache(1, "coverage", *recipe)
-    assert code == 0 and "6 of 141 segments" in text and "first miss" in text and "not built yet" in text
+    assert code == 0 and f"{6 - lost} of 141 segments" in text and "first miss" in text and "not built yet" in text
     code, text = cache(2, "build", *recipe, "--json")
     built = json.loads(text.splitlines()[-1])
-    assert code == 0 and (built["new_segments"], built["known_segments"]) == (135, 6)
+    assert code == 0 and (built["new_segments"], built["known_segments"], built["recovered_segments"]) == (135, 6, lost)
     code, text = cache(1, "coverage", *recipe, "--json")
     assert code == 0 and json.loads(text.splitlines()[-1])["hit_rate"] == 1.0 and json.loads(text.splitlines()[-1])["first_miss"] is None
     report = upkeep.stat(store)
