@@ -35,10 +35,6 @@ class StreamConfig:
     """xxh3 over the rows; auto: on for host memory, off for GPU memory."""
     rows: Literal["bf16", "fp32", "fp8"] = "bf16"
     """Row format on the wire: fp32 for an fp32 teacher on the CPU, fp8 has a scale a row."""
-    merge_requests: bool = False
-    """Let a replica compute several requests in one forward; off keeps runs bitwise equal to colocated ones."""
-    head: Literal["checkpoint", "wire"] = "checkpoint"
-    """Where the student takes its shard of the teacher's head from."""
 
     def __post_init__(self):
         positive(self, "replicas", "deadline_s", "join_deadline_s", "heartbeat_s")

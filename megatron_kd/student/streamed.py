@@ -104,8 +104,6 @@ def streamed_targets(request: SourceRequest) -> Targets:
     stream, groups = request.stream, request.groups
     if stream.transport != "nixl":
         raise ConfigError(rule("stream.transport", stream.transport, "loopback joins threads of one process", "Use nixl"))
-    if stream.head != "checkpoint":
-        raise ConfigError(rule("stream.head", stream.head, "the student reads its shard of the head from the teacher's checkpoint", "Set stream.head=checkpoint"))
     token, address = load_token(stream.token_file), parse_address(stream.rendezvous)
     hub = Hub(address, token, run_id=f"{socket.gethostname()}-{address[1]}") if dist.get_rank() == 0 else None
     receiver = head = None
