@@ -68,6 +68,20 @@ def table(rows: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def write(record: dict) -> None:
+    """The record and the table in docs, after every recipe."""
+    known = {p.stem for p in recipes()}
+    record["recipes"] = {name: row for name, row in sorted(record["recipes"].items()) if name in known}
+    record["command"], record["machine"] = "make recipes", f"{platform.machine()}, CPU, gloo"
+    record["versions"] = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "megatron-bridge", "transformers")}
+    record["commit"] = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    if TABLE.exists():
+        text = TABLE.read_text()
+        TABLE.write_text(text[: text.index(START) + len(START)] + "\n" + table(record["recipes"]) + "\n" + text[text.index(END):])
+
+
 def main() -> int:
     """Prove, record, and say which failed."""
     from tests.harness import RankPool
@@ -82,10 +96,12 @@ def main() -> int:
     failed = []
     pools = [] if args.plan_only else [RankPool("megatron"), RankPool("megatron")]
     for path in recipes():
-        recipe, row = load(path), record["recipes"].get(path.stem, {})
+        recipe, row = load(path), record["recipes"].setdefault(path.stem, {})
         row |= {"pair": pair_kind(recipe), "placement": recipe.teacher.placement, "plan": planned(path)}
         write_header(path, row["plan"])
         failed += [f"{path.stem}: does not fit"] * (not row["plan"]["fits"])
+    for path in recipes():
+        row = record["recipes"][path.stem]
         if not args.plan_only and (not args.names or path.stem in args.names):
             try:
                 proof = dataclasses.asdict(prove(path, args.folder / path.stem, *pools))
@@ -95,19 +111,9 @@ def main() -> int:
                 row.pop("proof", None)
                 failed.append(f"{path.stem}: {str(error)[-2500:]}")
                 print(f"{path.stem}: FAILED", flush=True)
-        record["recipes"][path.stem] = row
+        write(record)
     for pool in pools:
         pool.close()
-    known = {p.stem for p in recipes()}
-    record["recipes"] = {name: row for name, row in sorted(record["recipes"].items()) if name in known}
-    record["command"], record["machine"] = "make recipes", f"{platform.machine()}, CPU, gloo"
-    record["versions"] = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "megatron-bridge", "transformers")}
-    record["commit"] = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    if TABLE.exists():
-        text = TABLE.read_text()
-        TABLE.write_text(text[: text.index(START) + len(START)] + "\n" + table(record["recipes"]) + "\n" + text[text.index(END):])
     print("\n".join(failed) or "all proven")
     return bool(failed)
 

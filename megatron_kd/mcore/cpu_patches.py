@@ -75,10 +75,10 @@ def patch_core() -> None:
 
 
 def _patch_distributed_optimizer() -> None:
-    """Resuming asks for the optimizer's state dict before its first step; with torch's Adam upstream then looks for a step count that is not there."""
+    """Resuming with torch's Adam, which keeps a step count among its tensors: upstream looks for it before the first step, and in the saved tensors."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    upstream = DistributedOptimizer.state_dict
+    upstream, upstream_set = DistributedOptimizer.state_dict, DistributedOptimizer._set_main_param_and_optimizer_states
 
     def state_dict(self):
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -90,7 +90,11 @@ def _patch_distributed_optimizer() -> None:
         finally:
             self.optimizer.state.clear()
 
+    def set_states(self, model_param, tensors):
+        upstream_set(self, model_param, {"step": None} | tensors)  # None: the count comes with the parameter groups
+
     DistributedOptimizer.state_dict = state_dict
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
 def patch_specs() -> None:
