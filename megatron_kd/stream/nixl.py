@@ -20,6 +20,7 @@ import uuid
 import torch
 
 from megatron_kd.errors import MissingDependency, TransferFailed
+from megatron_kd.stream.memory import buffer_for_peers
 from megatron_kd.stream.transport import Piece
 
 
@@ -91,7 +92,7 @@ class NixlOutbox:
     def stage(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         if self._staging is None or self._staging.numel() < num_bytes or self._staging.device != device:
             self.close()
-            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._staging = buffer_for_peers(num_bytes, device)
             self._registration = self._agent.register_memory(self._staging)
         return self._staging
 

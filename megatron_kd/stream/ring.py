@@ -16,6 +16,7 @@ from enum import Enum
 import torch
 
 from megatron_kd.errors import TeacherLost, rule
+from megatron_kd.stream.memory import buffer_for_peers
 from megatron_kd.stream.transport import Inbox
 
 
@@ -52,7 +53,7 @@ class Ring:
         self._max_quarantined = 2 * depth if max_quarantined is None else max_quarantined
 
     def _memory(self) -> dict:
-        buffer = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
+        buffer = buffer_for_peers(self._slot_bytes, self._device)
         return {"buffer": buffer, "descriptor": self._inbox.register(buffer)}
 
     def slot_of(self, seq: int) -> Slot:
