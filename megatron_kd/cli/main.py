@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             prog=f"megatron-kd {argv[0]}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         command.add_arguments(parser)
-        return command.run(parser.parse_args(argv[1:]))
+        return command.run(_parse(parser, argv[1:]))
     except KDError as error:
         if os.environ.get("MEGATRON_KD_TRACEBACK") == "1":
             traceback.print_exc()
@@ -58,6 +58,16 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return 130
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """The arguments; key=value overrides may also follow an option, where argparse has closed the list of positional arguments."""
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(part.startswith("-") or "=" not in part for part in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def _overview() -> str:

@@ -1,5 +1,6 @@
 """The program: dispatch, errors as exit codes, logs, history and report."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from megatron_kd.cli import logs
 from megatron_kd.cli.allocations import TrackedAllocations
 from megatron_kd.cli.history import History
 from megatron_kd.cli.loss_memory import measure
-from megatron_kd.cli.main import COMMANDS, main
+from megatron_kd.cli.main import COMMANDS, _parse, main
 from megatron_kd.cli.report import summary, table, write
 from megatron_kd.config.load import build
 from megatron_kd.vocab import VocabSpec
@@ -175,3 +176,13 @@ def test_bytes_of_the_stream_follow_from_the_recipe():
         ],
     )
     assert stream_bytes_expected(recipe, dp=1, teacher_width=576) == 29 * 768 // 3 * 576 * 4
+
+
+def test_overrides_may_follow_an_option_and_nothing_else_may(capsys):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target"), parser.add_argument("--recipe"), parser.add_argument("overrides", nargs="*")
+    assert _parse(parser, ["t", "a=1", "--recipe", "r", "b=2"]).overrides == ["a=1", "b=2"]
+    with pytest.raises(SystemExit):
+        _parse(parser, ["t", "--recipe", "r", "stray"])
+    with pytest.raises(SystemExit):
+        _parse(parser, ["t", "--no-such=1"])
