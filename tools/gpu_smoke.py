@@ -30,14 +30,15 @@ GPU_SIZES = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads"
 
 def write_model(name: str, folder: Path, *, seed: int, hidden: int) -> None:
     """A Hugging Face folder of `name`'s kind."""
+    from megatron_kd.cli.prepare import only_one
     from megatron_kd.convert.tiny import tiny_config, write_tiny_model
     from megatron_kd.plan.models import config_of
 
-    if (folder / "config.json").is_file():
-        return
     config = tiny_config(config_of(name))
     config |= {key: value for key, value in GPU_SIZES.items() if key in config or key == "head_dim"} | {"hidden_size": hidden}
-    write_tiny_model(config, folder, seed=seed)
+    with only_one(folder.parent):
+        if not (folder / "config.json").is_file():
+            write_tiny_model(config, folder, seed=seed)
 
 
 def recipe(args, folder: Path) -> Path:
@@ -66,7 +67,7 @@ def start(args, world: int, path: Path, log: Path, overrides: list[str]) -> subp
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "megatron_kd"] if world > 1 else [
         sys.executable, "-m", "megatron_kd"]
     with log.open("w") as file:
-        return subprocess.Popen([*launch, "train", str(path), *args.set, *overrides, "--logs", "terminal"], stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen([*launch, "train", str(path), *args.set, *overrides, *([] if world > 1 else ["--logs", "terminal"])], stdout=file, stderr=subprocess.STDOUT)
 
 
 def losses(out: Path) -> dict[int, dict[str, float]]:

@@ -107,7 +107,8 @@ def swap_loss(method_name: str) -> None:
         mean = method.loss(case)
         loss_N = mean.expand(student_NH.shape[0])  # the sum over rows of a mean over rows: the same total and the same gradient
         detached = mean.detach().expand(student_NH.shape[0]).float()
-        return KDOutput(loss_N=loss_N.float(), kd_N=detached, ce_N=torch.zeros_like(detached), student_kept_N=None, teacher_kept_N=None,
+        kept_N = 1 - teacher.tail_N if sparse else None
+        return KDOutput(loss_N=loss_N.float(), kd_N=detached, ce_N=torch.zeros_like(detached), student_kept_N=kept_N, teacher_kept_N=kept_N,
                         flags=flags or DeviceFlags(student_NH.device))
 
     student_loss.fused_linear_kd = loss
@@ -195,7 +196,6 @@ class Measure:
         self.seconds.append(time.perf_counter() - self._started)
         self.losses.append({k: float(v) for k, v in (context.loss_dict or {}).items()})
 
-
     def on_eval_end(self, context) -> None:
         """Held-out numbers after so many steps."""
         self.evaluations.append({"step": len(self.seconds), **{k: float(v) for k, v in (context.total_loss_dict or {}).items()}})
@@ -211,6 +211,8 @@ def main() -> None:
     parser.add_argument("--evaluate-online", action="store_true")
     parser.add_argument("--teach", action="store_true")
     parser.add_argument("--gate", metavar="FILE", help="import everything, then wait for this lock: several runs started together use the device one after another")
+    parser.add_argument("--announce", metavar="FILE", help="write this file once the gate is passed")
+    parser.add_argument("--wait-for", metavar="FILE", help="import everything, then wait for this file: a teacher whose student is behind a gate")
     parser.add_argument("--own-weights", action="store_true", help="load the models' weights instead of random ones")
     parser.add_argument("--json")
     args = parser.parse_intermixed_args()
@@ -222,6 +224,10 @@ def main() -> None:
     rank, world = rank_and_world()
     start_runtime(recipe)
     gate = pass_gate(args.gate, rank) if args.gate else None
+    if args.announce and rank == 0:
+        Path(args.announce).touch()
+    if args.wait_for:
+        wait_for(Path(args.wait_for))
     if recipe.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not args.own_weights:
@@ -245,13 +251,24 @@ def pass_gate(path: str, rank: int):
     """The open lock file, once it is ours; rank 0 of a run takes it, the others meet it in the first collective."""
     import fcntl
 
-    import megatron.bridge.training.gpt_step  # noqa: F401 -- what takes half a minute to import comes before the wait
-    import megatron.bridge.training.pretrain  # noqa: F401
-
+    import_megatron()
     file = open(path, "w")
     if rank == 0:
         fcntl.flock(file, fcntl.LOCK_EX)
     return file
+
+
+def import_megatron() -> None:
+    """What takes half a minute to import comes before any wait."""
+    import megatron.bridge.training.gpt_step  # noqa: F401
+    import megatron.bridge.training.pretrain  # noqa: F401
+
+
+def wait_for(path: Path) -> None:
+    """Until `path` exists."""
+    import_megatron()
+    while not path.exists():
+        time.sleep(0.1)
 
 
 def teach(recipe, world: int) -> None:
@@ -284,7 +301,7 @@ def train(recipe, args, rank: int, world: int) -> None:
               "seq_length": recipe.data.seq_length, "global_batch": recipe.train.global_batch, "micro_batch": recipe.train.micro_batch, "recompute": recipe.train.recompute}
     try:
         pretraining.pretrain(cfg, kd.forward_step, [*kd.callbacks, measure])
-        metrics = kd.metrics() if hasattr(kd, "metrics") else {}
+        metrics = kd.source_metrics
         result |= {"step_s": measure.seconds, "peak_bytes": measure.peaks, "losses": measure.losses, "evaluations": measure.evaluations, "metrics": metrics}
     except torch.OutOfMemoryError as error:
         result |= {"error": "out of memory", "message": str(error).split(".")[0]}
