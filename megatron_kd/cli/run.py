@@ -61,8 +61,7 @@ class Supervisor:
         student_ranks = args.student_ranks or recipe.student.layout.min_world
         teacher_ranks = recipe.teacher.world_size or (recipe.teacher.layout or recipe.student.layout).min_world
         visible = environment.get("CUDA_VISIBLE_DEVICES")
-        self._visible = visible.split(",") if visible else list(map(str, range(gpus_here() or student_ranks + recipe.stream.replicas * teacher_ranks)))
-        self._devices = iter(self._visible) if recipe.device == "cuda" else None
+        self._devices = iter(visible.split(",") if visible else map(str, range(10_000))) if recipe.device == "cuda" else None
         arguments = [args.recipe, *args.overrides, f"stream.rendezvous={rendezvous_for(recipe)}"]
         self._readers: list[threading.Thread] = []
         self._stop_signal: int | None = None
@@ -79,8 +78,7 @@ class Supervisor:
             if len(devices) < num_ranks:
                 raise ConfigError(rule("CUDA_VISIBLE_DEVICES", self._environment.get("CUDA_VISIBLE_DEVICES"), f"has no {num_ranks} GPUs left for {name}",
                                        "Give more GPUs, or use `megatron-kd launch` for several machines"))
-            # Own GPUs first, so that local rank i has the i-th; the others stay visible, or rows could not be written straight into the student's memory.
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join([*devices, *(d for d in self._visible if d not in devices)])
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         launcher = [sys.executable, "-m"] + (["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"] if num_ranks > 1 else [])
         process = subprocess.Popen([*launcher, "megatron_kd", *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1,
                                    errors="replace", start_new_session=True, preexec_fn=_end_with_parent)
@@ -162,11 +160,6 @@ def rendezvous_for(recipe: Recipe) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def gpus_here() -> int:
-    """NVIDIA GPUs that this machine or container shows; 0 where that cannot be seen. Without torch: this process must not create a CUDA context."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def ranks_of(pid: int) -> list[int]:
