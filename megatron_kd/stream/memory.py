@@ -19,7 +19,10 @@ IPC_HANDLE_BYTES = 64
 
 
 def buffer_for_peers(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [num_bytes], uninitialised, on `device`; on a GPU with a CUDA IPC handle. Errors: torch.OutOfMemoryError, ConfigError where CUDA gives none."""
+    """uint8 [num_bytes], uninitialised, on `device`; on a GPU with a CUDA IPC handle, or with a warning.
+
+    Errors: torch.OutOfMemoryError, ConfigError where the CUDA runtime is not found.
+    """
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if device.type != "cuda" or has_ipc_handle(buffer):
         return buffer
@@ -73,4 +76,4 @@ def cuda_runtime() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(name)
     except OSError as e:
-        raise ConfigError(rule("CUDA runtime", name, f"cannot be opened ({e}), so that no memory for the stream can be had", "Install torch with its CUDA libraries")) from e
+        raise ConfigError(rule("CUDA runtime", name, f"cannot be opened ({e})", "Install torch with its CUDA libraries")) from e

@@ -1,4 +1,4 @@
-"""Stream buffers on a GPU must be openable by other processes, whatever torch's allocator is set to. CUDA is played by a stand-in here; tests/gpu has the real one."""
+"""Stream buffers on a GPU can be opened by other processes, whatever torch's allocator is set to. CUDA is a stand-in; tests/gpu has the real one."""
 
 import ctypes
 import gc
