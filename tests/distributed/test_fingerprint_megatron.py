@@ -19,7 +19,8 @@ def fingerprints(rank, world, sources, dtype):
     found = []
     for i, source in enumerate([*sources, sources[-1]]):
         config = read_config(source)
-        (chunk,) = chunks = model.build_model(model.teacher_provider(source, layout=ParallelLayout.for_world(world, tp=2, etp=1, sequence_parallel=True), dtype=dtype), seed=0)
+        layout = ParallelLayout.for_world(world, tp=2, etp=1, sequence_parallel=True)
+        (chunk,) = chunks = model.build_model(model.teacher_provider(source, layout=layout, dtype=dtype), seed=0)
         if i == len(sources) and rank == 1:
             next(p for name, p in chunk.named_parameters() if "linear_qkv.weight" in name).data[0, 0] += 1.0
         tensors = checkpoint.hf_tensors(model.bridge_for(source, dtype), chunks, vocab_size=config["vocab_size"])
@@ -34,7 +35,8 @@ def fingerprints(rank, world, sources, dtype):
 def test_folder_and_megatron_model_have_one_fingerprint(megatron_ranks, tmp_path, dtype):
     """A padded head, a tied head beside linear attention, and experts packed in MXFP4."""
     changes = {"llama": {"vocab_size": 321, "tie_word_embeddings": False}, "qwen": {"tie_word_embeddings": True}, "gpt_oss": {}}
-    sources = [write_tiny_model(tiny_config(CONFIGS[name]().to_dict()) | change, tmp_path / name, packed_mxfp4=name == "gpt_oss") for name, change in changes.items()]
+    configs = {name: tiny_config(CONFIGS[name]().to_dict()) | change for name, change in changes.items()}
+    sources = [write_tiny_model(config, tmp_path / name, packed_mxfp4=name == "gpt_oss") for name, config in configs.items()]
     found = megatron_ranks.run(fingerprints, 2, timeout_s=80, sources=[str(source) for source in sources], dtype=dtype)[0]
     want = [fingerprint_hf(source) for source in sources]
     assert found[:-1] == want and len(set(want)) == len(want)
