@@ -93,7 +93,7 @@ def test_nothing_fits_is_said_with_the_reason_and_an_exit_code(capsys):
     ([*PAIR, "--seq", "0"], "must be at least 1"),
     ([*PAIR, "--measured", "/nowhere.json"], "cannot be read as JSON"),
     (["recipes/demo_smollm2.yaml", "--teacher", "qwen3.5-9b"], "a recipe names its models"),
-    (["recipes/demo_smollm2.yaml", "--gpus", "9"], "must divide by micro_batch x dp = 6"),
+    (["recipes/llama_8b_3b_8k_online.yaml", "--gpus", "3"], "must divide by micro_batch x dp = 3"),
 ])
 def test_bad_request_is_refused_with_the_rule_and_no_traceback(capsys, monkeypatch, args, message):
     monkeypatch.chdir(ROOT)
