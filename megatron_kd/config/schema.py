@@ -154,6 +154,8 @@ class TeacherConfig:
 
     model: str
     """As for the student. With `placement: cached` it names the model whose fingerprint the cache must carry."""
+    checkpoint: str | None = None
+    """Megatron checkpoint folder with the teacher's weights (newest iteration), exported once; `model` is then what it was trained from."""
     placement: Placement = "colocated"
     """Beside the student on its GPUs, in a world of its own, or run once before."""
     layout: LayoutConfig | None = None

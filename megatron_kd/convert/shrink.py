@@ -149,7 +149,7 @@ def _student(recipe: Recipe, folder: Path, layout: dict) -> dict:
 
 
 def _teacher(recipe: Recipe, folder: Path, layout: dict | None) -> dict:
-    teacher = _changed(recipe.teacher, skip=("layout", "tokenizer", "world_size", "context_length"))
+    teacher = _changed(recipe.teacher, skip=("layout", "tokenizer", "checkpoint", "world_size", "context_length"))
     return teacher | {"model": str(folder / "teacher"), "precision": "fp32"} | ({} if layout is None else {"layout": layout})
 
 

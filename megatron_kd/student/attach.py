@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cached_property
 
 from megatron_kd.config.schema import CacheConfig, LossConfig, StreamConfig, TeacherConfig
+from megatron_kd.errors import ConfigError, rule
 from megatron_kd.mcore import callbacks, configure
 from megatron_kd.student.engine import Engine
 from megatron_kd.student.settings import Settings
@@ -40,6 +41,9 @@ def attach(cfg, *, teacher: str | TeacherConfig, loss: LossConfig | None = None,
     """
     if isinstance(teacher, str):
         teacher = TeacherConfig(model=teacher, precision="fp32" if configure.precision_of(cfg) == "fp32" else "bf16")
+    if teacher.checkpoint is not None:
+        raise ConfigError(rule("teacher.checkpoint", teacher.checkpoint, "attach loads its teacher from a Hugging Face folder",
+                               "Write one with `megatron-kd convert export FOLDER --checkpoint DIR --reference MODEL`, and give it as model"))
     configure.configure(cfg, per_token_loss=per_token_loss)
     configure.check_config(cfg)
     if per_token_loss is False:
