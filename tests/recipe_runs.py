@@ -10,10 +10,10 @@ import json
 import math
 import secrets
 import shutil
-import socket
 import time
 from pathlib import Path
 
+from megatron_kd.cli.ports import free_port
 from megatron_kd.config.load import load
 from megatron_kd.convert.shrink import Shrunk, shrink
 
@@ -120,9 +120,7 @@ def _train(shrunk: Shrunk, recipe, pool, teacher_pool, iters: int) -> None:
     token, stop = folder / "token", folder / f"stop_{iters}"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        overrides += [f"stream.rendezvous=127.0.0.1:{probe.getsockname()[1]}", f"stream.token_file={token}"]
+    overrides += [f"stream.rendezvous=127.0.0.1:{free_port()}", f"stream.token_file={token}"]
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         teacher = thread.submit(teacher_pool.run, serve, shrunk.teacher_ranks, timeout_s=180, path=shrunk.path, overrides=overrides, stop=stop)
         try:

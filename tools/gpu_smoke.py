@@ -67,7 +67,7 @@ def start(args, world: int, path: Path, log: Path, overrides: list[str]) -> subp
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "megatron_kd"] if world > 1 else [
         sys.executable, "-m", "megatron_kd"]
     with log.open("w") as file:
-        return subprocess.Popen([*launch, "train", str(path), *args.set, *overrides, *([] if world > 1 else ["--logs", "terminal"])], stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen([*launch, "train", str(path), *args.set, *overrides, *([] if world > 1 else ["--output", "terminal"])], stdout=file, stderr=subprocess.STDOUT)
 
 
 def losses(out: Path) -> dict[int, dict[str, float]]:

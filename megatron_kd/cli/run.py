@@ -10,7 +10,6 @@ import ctypes
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_kd.cli.ports import free_port
 from megatron_kd.config.load import load
 from megatron_kd.config.schema import Recipe, StreamConfig
 from megatron_kd.errors import ConfigError, rule
@@ -157,9 +157,7 @@ def rendezvous_for(recipe: Recipe) -> str:
     """The recipe's address; a free local port where it is the default one, so that two runs on one machine do not meet."""
     if recipe.stream.rendezvous != StreamConfig().rendezvous:
         return recipe.stream.rendezvous
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def ranks_of(pid: int) -> list[int]:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example teacher.layout.tp=2 stream.rendezvous=10.0.0.1:29790")
     parser.add_argument("--name", help="name of this replica in messages (default: host and first process id)")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="short for stream.rendezvous=HOST:PORT")
-    parser.add_argument("--logs", choices=("files", "terminal"), default="files", help="where each rank's own output goes (default: OUTPUT_DIR/logs)")
+    parser.add_argument("--output", choices=("files", "terminal"), default="files", help="where each rank's own output goes (default: OUTPUT_DIR/logs)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = load(args.recipe, [*args.overrides, *([f"stream.rendezvous={args.rendezvous}"] if args.rendezvous else [])])
     rank, world = rank_and_world()
     name = args.name or f"{socket.gethostname()}-{os.environ.get('MASTER_PORT', os.getpid())}"
-    path = Path(recipe.output_dir) / "logs" / f"teach_{name}_rank{rank}.log" if args.logs == "files" else None
+    path = Path(recipe.output_dir) / "logs" / f"teach_{name}_rank{rank}.log" if args.output == "files" else None
     stopped = []
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # a launcher that is killed takes its ranks along (Linux), or they would serve on unseen

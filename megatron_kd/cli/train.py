@@ -9,13 +9,13 @@ import argparse
 import dataclasses
 import json
 import os
-import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 
 from megatron_kd.cli import logs
+from megatron_kd.cli.ports import free_port
 from megatron_kd.config.check import check_world
 from megatron_kd.config.load import load, to_yaml
 from megatron_kd.config.schema import Recipe
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="for example train.lr=1e-3 student.layout.tp=2 bridge.optimizer.adam_eps=1e-5"
     )
-    parser.add_argument("--logs", choices=("files", "terminal"), default="files", help="where each rank's own output goes (default: OUTPUT_DIR/logs)")
+    parser.add_argument("--output", choices=("files", "terminal"), default="files", help="where each rank's own output goes (default: OUTPUT_DIR/logs)")
     parser.add_argument("--print-config", action="store_true", help="print the recipe with every default filled in, and stop")
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rank, world = rank_and_world()
     check_world(recipe, world)
-    path = Path(recipe.output_dir) / "logs" / f"train_rank{rank}.log" if args.logs == "files" else None
+    path = Path(recipe.output_dir) / "logs" / f"train_rank{rank}.log" if args.output == "files" else None
     with logs.to_file(path) as terminal:
         try:
             train(recipe, rank=rank, world=world, terminal=terminal if rank == world - 1 else None)
@@ -66,10 +66,7 @@ def run(args: argparse.Namespace) -> int:
 def rank_and_world() -> tuple[int, int]:
     """torchrun's RANK and WORLD_SIZE; for a process started alone, (0, 1) and the environment that torch.distributed needs."""
     if "WORLD_SIZE" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 

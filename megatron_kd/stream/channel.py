@@ -130,6 +130,9 @@ def connect(address: tuple[str, int], token: bytes, *, timeout_s: float = 10.0) 
         sock = socket.create_connection(address, timeout=timeout_s)
     except OSError as e:
         raise TransferFailed(f"no connection to {address[0]}:{address[1]}: {e}") from e
+    if sock.getsockname() == sock.getpeername():  # nobody listens, and the kernel gave this end the very port that it dials
+        sock.close()
+        raise TransferFailed(f"no connection to {address[0]}:{address[1]}: nobody listens")
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _preamble(sock, deadline)

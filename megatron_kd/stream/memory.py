@@ -12,8 +12,6 @@ import logging
 
 import torch
 
-from megatron_kd.errors import ConfigError, rule
-
 logger = logging.getLogger(__name__)
 IPC_HANDLE_BYTES = 64
 
@@ -21,10 +19,17 @@ IPC_HANDLE_BYTES = 64
 def buffer_for_peers(num_bytes: int, device: torch.device) -> torch.Tensor:
     """uint8 [num_bytes], uninitialised, on `device`; on a GPU with a CUDA IPC handle, or with a warning.
 
-    Errors: torch.OutOfMemoryError, ConfigError where the CUDA runtime is not found.
+    Errors: torch.OutOfMemoryError.
     """
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    if device.type != "cuda" or has_ipc_handle(buffer):
+    if device.type != "cuda":
+        return buffer
+    try:
+        cuda_runtime()
+    except OSError as error:
+        logger.warning("the CUDA runtime cannot be asked whether other processes can open the stream's memory (%s)", error)
+        return buffer
+    if has_ipc_handle(buffer):
         return buffer
     del buffer
     with torch.cuda.device(device):
@@ -71,9 +76,5 @@ class CudaMemory:
 
 @functools.cache
 def cuda_runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded. Errors: ConfigError where it is not found."""
-    name = f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}"
-    try:
-        return ctypes.CDLL(name)
-    except OSError as e:
-        raise ConfigError(rule("CUDA runtime", name, f"cannot be opened ({e})", "Install torch with its CUDA libraries")) from e
+    """The CUDA runtime that torch has loaded. Errors: OSError where it is not found."""
+    return ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}")

@@ -8,7 +8,7 @@ import torch
 
 from megatron_kd.cache import upkeep
 from megatron_kd.cache.manifest import Manifest
-from megatron_kd.cache.shard import decode_record
+from megatron_kd.cache.shard import RECORD_MAGIC, decode_record
 from megatron_kd.cache.storage import Storage
 from tests import cache_training as caching
 
@@ -135,12 +135,12 @@ def command(rank, world, *, argv):
 
 
 def die_while_writing(store):
-    """Leave one shard as a writer that was killed would have: partial, with half a record more."""
+    """Leave one shard as a writer that was killed would have: partial, with the beginning of a record more."""
     name = sorted(store.files("shards"))[0]
     content = store.read(f"shards/{name}")
     store.remove(f"index/{name.replace('.kds', '.kdi')}")
     store.remove(f"shards/{name}")
-    store.local_path(f"partial/{name}").write_bytes(content + content[len(content) // 2:-20])
+    store.local_path(f"partial/{name}").write_bytes(content + RECORD_MAGIC + content[-60:-20])
 
 
 def test_the_commands_build_continue_measure_and_verify(megatron_ranks, tmp_path):

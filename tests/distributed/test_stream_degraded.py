@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 pytest.importorskip("nixl")
 
+from megatron_kd.cli.ports import free_port
 from tests.distributed import test_stream_megatron as streams  # noqa: E402
 
 models = streams.models
@@ -46,9 +46,7 @@ def train(rank, world, content, folder):
 
 def recipe_of(models: Path, tmp_path: Path) -> dict:
     """One micro-batch a step, so that step and micro-batch are one thing, no evaluation, no checkpoint."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        content = streams.recipe_of(models, tmp_path / "run", placement="streamed", port=probe.getsockname()[1], iters=ITERS)
+    content = streams.recipe_of(models, tmp_path / "run", placement="streamed", port=free_port(), iters=ITERS)
     content["train"] |= {"global_batch": 2, "eval_iters": 0, "eval_interval": None, "save": False}
     content["stream"] |= {"on_teacher_loss": "ce_only", "deadline_s": DEADLINE_S, "ring_depth": AHEAD + 1}
     return content

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import yaml
 
 pytest.importorskip("nixl")
 
+from megatron_kd.cli.ports import free_port
 from megatron_kd.config.load import build  # noqa: E402
 
 LLAMA = {"model_type": "llama", "hidden_size": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1, "intermediate_size": 1, "num_hidden_layers": 4,
@@ -95,9 +95,7 @@ def end(process: subprocess.Popen, number: int) -> None:
 
 
 def test_streamed_equals_colocated_bit_for_bit_also_after_the_teacher_was_killed_and_the_run_resumed(megatron_ranks, models, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     broken = recipe_of(models, tmp_path / "broken", placement="streamed", port=port, iters=40)
     teacher = start_teacher(broken, tmp_path)
     try:

@@ -274,3 +274,15 @@ def test_the_hub_survives_the_same_and_many_half_open_connections(echo):
         assert channel.receive(timeout_s=2)["alive"]
     for sock in idle:
         sock.close()
+
+
+def test_a_connection_to_oneself_is_no_listener(monkeypatch):
+    def dial_own_port(address, timeout):
+        sock = socket.socket()
+        sock.bind(("127.0.0.1", 0))
+        sock.connect(sock.getsockname())
+        return sock
+
+    monkeypatch.setattr(socket, "create_connection", dial_own_port)
+    with pytest.raises(TransferFailed, match="nobody listens"):
+        connect(("127.0.0.1", 1), TOKEN)
