@@ -53,8 +53,9 @@ def models(tmp_path_factory):
     return folder
 
 
-def train(rank, world, content) -> str:
-    """One student rank; the text of the error that ended it, or nothing."""
+def train(rank, world, content, raises: bool = False) -> str:
+    """One student rank; the text of the error that ended it, or nothing. `raises` ends the job by it: the pool then ends the ranks that wait in a collective
+    for this one, as a launcher does."""
     from megatron_kd.cli import logs
     from megatron_kd.cli.train import train as run
     from megatron_kd.errors import KDError
@@ -64,6 +65,8 @@ def train(rank, world, content) -> str:
         try:
             run(recipe, rank=rank, world=world, terminal=io.StringIO() if rank == world - 1 else None)
         except KDError as e:
+            if raises:
+                raise
             return f"{type(e).__name__}: {e}"
     return ""
 
@@ -109,7 +112,7 @@ def test_streamed_equals_colocated_bit_for_bit_also_after_the_teacher_was_killed
 
         def run_until_it_breaks():
             try:
-                errors.append(megatron_ranks.run(train, 2, timeout_s=80, content=broken))
+                errors.append(megatron_ranks.run(train, 2, timeout_s=80, content=broken, raises=True))
             except BaseException as e:  # noqa: BLE001 -- compared below
                 errors.append([str(e)])
                 print(e)
