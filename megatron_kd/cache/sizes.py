@@ -24,11 +24,6 @@ def hidden_bytes_per_token(hidden_size: int, precision: Literal["bf16", "fp32", 
     return {"bf16": hidden_size * 11.5 / 8, "fp32": hidden_size * 4.0, "fp8": hidden_size * 1.0 + 4}[precision]
 
 
-def store_bytes(num_tokens: int, num_segments: int, bytes_per_token: float) -> float:
-    """Shards and indexes together."""
-    return num_tokens * bytes_per_token + num_segments * (RECORD_HEAD_BYTES + ENTRY_BYTES)
-
-
 def raw_bitpacked_bytes_per_token(k: int, vocab_size: int) -> float:
     """What fixed-width ids would take with bf16 log-probabilities and an fp32 tail: the figure that the coding is measured against."""
     return k * (math.ceil(math.log2(vocab_size)) + 16) / 8 + 4

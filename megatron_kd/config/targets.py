@@ -19,8 +19,6 @@ class StreamConfig:
     """Teacher replicas that must have joined before the first step."""
     ring_depth: int = 2
     """Slots of each ring; 2 is the least that overlaps. Memory a slot: rows of a micro-batch x H_t x 2 bytes / tp."""
-    transport: Literal["nixl", "loopback"] = "nixl"
-    """NIXL (UCX); loopback joins threads of one process, for tests."""
     deadline_s: float = 120.0
     """Longest wait for the rows of one micro-batch."""
     join_deadline_s: float = 600.0

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from megatron_kd.kernels import triton_rows, tuning
 from megatron_kd.kernels.spec import NO_LABEL, PairSpec
-from megatron_kd.kernels.topk_twin import (CE, KD, KEPT, LABEL, LABEL_CE, LABEL_GRAD, LSE_TAIL, NUM_JOINED, NUM_SCALARS, TAIL_COEF, TAIL_MAX,
+from megatron_kd.kernels.topk_twin import (CE, KD, KEPT, LABEL, LABEL_CE, LABEL_GRAD, LSE_TAIL, NUM_SCALARS, TAIL_COEF, TAIL_MAX,
                                            TAIL_SUM)
 from megatron_kd.kernels.triton_rows import LOG2E, NEG_INF, _by_raw_logits, _logits, _value_and_slope
 

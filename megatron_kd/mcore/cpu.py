@@ -40,11 +40,6 @@ CPU_OVERRIDES = {
 _installed = False
 
 
-def is_installed() -> bool:
-    """Whether this process runs on the CPU runtime."""
-    return _installed
-
-
 def install(num_threads: int | None = None) -> None:
     """Make Megatron-Core and Bridge importable and runnable on this CPU; costs 6 to 12 s of imports. Calling twice is harmless.
 

@@ -11,11 +11,6 @@ from megatron_kd.mcore.model import head_weight
 from megatron_kd.vocab import VocabSpec
 
 
-def padded_head_size(lm: torch.nn.Module) -> int:
-    """Rows of the model's output head over all tensor-parallel ranks."""
-    return head_weight(lm).shape[0] * lm.pg_collection.tp.size()
-
-
 def head_of_model(lm: torch.nn.Module, vocab: VocabSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(weight [V', H], bias [V'] or None): row j belongs to token `vocab.shard_range(rank)[0] + j`.
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_kd.cache.reader import BlockRead, CacheReader
 from megatron_kd.cache.spec import PayloadSpec
 from megatron_kd.cache.writer import CacheWriter
-from megatron_kd.config.schema import CacheConfig, LossConfig
+from megatron_kd.config.schema import LossConfig
 from megatron_kd.errors import CacheError, UnsupportedLayout, rule
 from megatron_kd.mcore import model as models
 from megatron_kd.mcore.groups import Groups, layout_of

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.config.schema import StreamConfig
-from megatron_kd.errors import ConfigError, TeacherLost, TeacherStalled, rule
+from megatron_kd.errors import TeacherLost, TeacherStalled
 from megatron_kd.kernels.spec import HeadTransform
 from megatron_kd.mcore.groups import Groups
 from megatron_kd.rows import RowBlock, TokenBlock
@@ -102,8 +102,6 @@ class StreamedSource:
 def streamed_targets(request: SourceRequest) -> Targets:
     """Host or find the rendezvous, wait for the replicas, read this rank's shard of the head. Every rank of the student calls it."""
     stream, groups = request.stream, request.groups
-    if stream.transport != "nixl":
-        raise ConfigError(rule("stream.transport", stream.transport, "loopback joins threads of one process", "Use nixl"))
     token, address = load_token(stream.token_file), parse_address(stream.rendezvous)
     hub = Hub(address, token, run_id=f"{socket.gethostname()}-{address[1]}") if dist.get_rank() == 0 else None
     receiver = head = None
