@@ -1,14 +1,10 @@
-"""Bytes a token of the cache, before anything is stored. Torch-free: the planner calls it.
+"""Bytes a token of the cache, before anything is stored. Torch-free.
 
 `megatron-kd cache stat` gives what a real store holds; tests compare the two.
 """
 
 import math
 from typing import Literal
-
-RECORD_HEAD_BYTES = 60
-ENTRY_BYTES = 60
-"""Bytes of one line of an index file."""
 
 
 def topk_bytes_per_token(k: int, vocab_size: int, precision: Literal["bf16", "fp32"] = "bf16") -> float:
