@@ -1,4 +1,4 @@
-"""`megatron-kd bench loss`: ours against other ways to compute the KD loss, on this machine.
+"""`megatron-kd bench loss` (and `bench stream`: cli/bench_stream.py): ours against other ways to compute the KD loss, on this machine.
 
 A method's speed is shown only after its loss, dX and dW on a small case of the same widths and vocabulary passed the gate: relative
 error against a float64 reference at most twice that of the plain dense loss in the same dtype (peers: at most 5%, their error is
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_kd.cli import bench_stream
 from megatron_kd.cli.bench_measure import (GIB, SHAPES, Gradients, Measured, Shape, gemm_rates, gradients, in_double, least_flops, make_case, measure,
                                            square_rate)
 from megatron_kd.cli.bench_methods import METHODS, Case, Method, dense_divergence, dense_top_k
@@ -35,8 +36,16 @@ PEER_GATE = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `megatron-kd bench`."""
-    parser.add_argument("what", choices=["loss"], help="what to measure")
+    """`megatron-kd bench loss` and `megatron-kd bench stream`."""
+    commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    bench_stream.add_arguments(commands.add_parser("stream", help="the ring between two processes", description=bench_stream.__doc__,
+                                                   formatter_class=argparse.RawDescriptionHelpFormatter))
+    add_loss_arguments(commands.add_parser("loss", help="the loss against other implementations", description=__doc__,
+                                           formatter_class=argparse.RawDescriptionHelpFormatter))
+
+
+def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `megatron-kd bench loss`."""
     parser.add_argument("--shape", nargs="+", default=["llama-8b-3b"], metavar="NAME|V,Hs,Ht",
                         help=f"{', '.join(SHAPES)}, or V,Hs,Ht (default: %(default)s)")
     parser.add_argument("--tokens", nargs="+", type=int, default=[32_768], help="rows (default: %(default)s)")
@@ -278,7 +287,9 @@ def current_commit() -> str | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0, or 1 where ours fails the gate."""
+    """Exit code 0, or 1 where our loss fails its gate."""
+    if args.what == "stream":
+        return bench_stream.run(args)
     bench = Bench(args)
     try:
         bench.run()

@@ -20,6 +20,7 @@ from megatron_kd.stream import health, rendezvous
 from megatron_kd.stream.channel import Channel, Listener, PeerClosed
 from megatron_kd.stream.session import Session
 from megatron_kd.stream.spec import StudentSpec
+from megatron_kd.stream.trace import Trace, mark
 from megatron_kd.stream.wire import Agreement, Grant, Request
 
 LOCAL_RANK = 0
@@ -57,8 +58,8 @@ class Teacher:
 class Asker:
     """`local` is the receiver of this process: it offers `lock`, `local_revoke`, `local_absolve`, `fail` and `agree`."""
 
-    def __init__(self, spec: StudentSpec, local, counters: health.Counters):
-        self._spec, self._local, self._counters = spec, local, counters
+    def __init__(self, spec: StudentSpec, local, counters: health.Counters, trace: Trace | None = None):
+        self._spec, self._local, self._counters, self._trace = spec, local, counters, trace
         self.teachers: dict[str, Teacher] = {}
         self._peers: dict[int, Session] = {}
         self._entries: tuple[dict[int, Entry], dict[int, Entry]] = ({}, {})
@@ -107,6 +108,7 @@ class Asker:
         request = Request(seq=seq, lane=lane, block=entry.block, grants=grants, student=self._spec.side, spread=self._spec.spread, checksum_kind=self._spec.checksum)
         entry.owner, entry.asked_s = teacher.incarnation, time.monotonic()
         teacher.outstanding.add((lane, seq))
+        mark(self._trace, "asked", lane, seq)
         teacher.session.send(request.encode())
 
     def _done(self, teacher: Teacher, message: dict) -> None:

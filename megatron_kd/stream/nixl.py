@@ -81,6 +81,43 @@ class NixlInbox:
             self.revoke(descriptor)
 
 
+class NixlTransfer:
+    """Transfer over NIXL: one handle a piece."""
+
+    def __init__(self, agent):
+        self._agent = agent
+        self.handles: list[tuple] = []
+        """(NIXL's handle, its state, name of the agent written to)."""
+
+    def wait(self, *, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        try:
+            for handle, state, agent in self.handles:
+                spins = 0
+                while state == "PROC":
+                    if time.monotonic() > deadline:
+                        raise TransferFailed(f"write to {agent} not complete after {timeout_s} s")
+                    time.sleep(0 if spins < 200 else 0.0002)
+                    spins += 1
+                    state = self._agent.check_xfer_state(handle)
+                if state != "DONE":
+                    raise TransferFailed(f"write to {agent} ended as {state}")
+        except TransferFailed:
+            raise
+        except Exception as e:
+            raise TransferFailed(f"write failed: {type(e).__name__}: {e}") from e
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Give the handles back."""
+        for handle, _, _ in self.handles:
+            try:
+                self._agent.release_xfer_handle(handle)
+            except Exception as e:  # an active transfer that cannot be cancelled: NIXL keeps it until the agent ends
+                logging.getLogger(__name__).warning("NIXL could not release a transfer: %s", e)
+
+
 class NixlOutbox:
     """Outbox over NIXL. Errors: MissingDependency where nixl is absent."""
 
@@ -96,32 +133,15 @@ class NixlOutbox:
             self._registration = self._agent.register_memory(self._staging)
         return self._staging
 
-    def write(self, pieces: list[Piece], *, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        handles = []
+    def start(self, pieces: list[Piece]) -> "NixlTransfer":
+        transfer = NixlTransfer(self._agent)
         try:
             for piece in pieces:
-                handles.append(self._post(piece))
-            for handle, state, agent in handles:
-                spins = 0
-                while state == "PROC":
-                    if time.monotonic() > deadline:
-                        raise TransferFailed(f"write to {agent} not complete after {timeout_s} s")
-                    time.sleep(0 if spins < 200 else 0.0002)
-                    spins += 1
-                    state = self._agent.check_xfer_state(handle)
-                if state != "DONE":
-                    raise TransferFailed(f"write to {agent} ended as {state}")
-        except TransferFailed:
-            raise
-        except Exception as e:  # NIXL's own exception types, translated at this one gate
-            raise TransferFailed(f"write failed: {type(e).__name__}: {e}") from e
-        finally:
-            for handle, _, _ in handles:
-                try:
-                    self._agent.release_xfer_handle(handle)
-                except Exception as e:  # an active transfer that cannot be cancelled: NIXL keeps it until the agent ends
-                    logging.getLogger(__name__).warning("NIXL could not release a transfer: %s", e)
+                transfer.handles.append(self._post(piece))
+        except Exception as e:  # NIXL's own exception types, translated at this gate and that of `wait`
+            transfer.release()
+            raise e if isinstance(e, TransferFailed) else TransferFailed(f"write failed: {type(e).__name__}: {e}") from e
+        return transfer
 
     def _post(self, piece: Piece) -> tuple:
         remote, metadata = _unpack(piece.descriptor)

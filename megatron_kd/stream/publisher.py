@@ -18,14 +18,15 @@ from megatron_kd.stream import rendezvous
 from megatron_kd.stream.channel import Channel, connect
 from megatron_kd.stream.session import Session
 from megatron_kd.stream.spec import TeacherSpec
+from megatron_kd.stream.trace import Trace, mark
 from megatron_kd.stream.wire import Request
 
 
 class Publisher:
     """Close it, or use `with`. `next` and `finish` belong to the serve loop's thread."""
 
-    def __init__(self, spec: TeacherSpec):
-        self._spec = spec
+    def __init__(self, spec: TeacherSpec, trace: Trace | None = None):
+        self._spec, self._trace = spec, trace
         self._incarnation = uuid.uuid4().hex
         self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
@@ -51,6 +52,7 @@ class Publisher:
             if not self._queue:
                 return None
             request = self._queue.popleft()
+            mark(self._trace, "begun", request.lane, request.seq)
             self._unfinished[request.session] = self._unfinished.get(request.session, 0) + 1
             now = time.monotonic()
             self._idle_s, self._idle_since = now - self._idle_since, now
@@ -198,6 +200,7 @@ class Publisher:
                 with self._changed:
                     self._descriptors[number].update(grant.descriptor for grant in request.grants)
                     self._queue.append(request)
+                    mark(self._trace, "seen", request.lane, request.seq)
                     self._changed.notify_all()
             else:
                 raise WireError(rule("message from a student", message["t"], "must be ask, ping or bye", "Use the same megatron_kd on both sides"))

@@ -23,6 +23,7 @@ from megatron_kd.stream.ring import Ring, State
 from megatron_kd.stream.route import RoutePlan, Side
 from megatron_kd.stream.session import Session
 from megatron_kd.stream.spec import StudentSpec
+from megatron_kd.stream.trace import Trace, mark
 from megatron_kd.stream.transport import Inbox
 from megatron_kd.stream.wire import Agreement, PartHeader
 
@@ -55,8 +56,8 @@ class _Lane:
 class Receiver:
     """Errors of the constructor: ConfigError, MissingDependency, TeacherStalled (no rendezvous). Close it, or use `with`."""
 
-    def __init__(self, spec: StudentSpec, inbox: Inbox):
-        self._spec, self._inbox = spec, inbox
+    def __init__(self, spec: StudentSpec, inbox: Inbox, trace: Trace | None = None):
+        self._spec, self._inbox, self._trace = spec, inbox, trace
         self._plan = RoutePlan(student=spec.side, teacher=Side(), spread=spec.spread)
         self.lock = threading.Condition(threading.RLock())
         self.counters = health.Counters()
@@ -70,7 +71,7 @@ class Receiver:
         self._asker: Asker | None = None
         self._link: Session | None = None
         if spec.rank == 0:
-            self._asker = Asker(spec, self, self.counters)
+            self._asker = Asker(spec, self, self.counters, trace)
         else:
             self._link = self._connect_to_asker()
         self._poller = threading.Thread(target=self._poll_loop, name="kd-poll", daemon=True)
@@ -97,6 +98,7 @@ class Receiver:
                                      "Keep the micro-batch size constant"))
             lane.blocks[lane.next_seq] = _Posted(block=block, row_ids_N=mine, shares=shares)
             lane.seq_of[block.key] = lane.next_seq
+            mark(self._trace, "posted", _LANES[block.mode], lane.next_seq)
             lane.next_seq += 1
             self._open_slots(_LANES[block.mode])
 
@@ -116,6 +118,7 @@ class Receiver:
                 if not self.lock.wait(min(1.0, max(0.0, deadline - time.monotonic()))) and time.monotonic() >= deadline:
                     raise TeacherStalled(f"micro-batch {block.key}: no rows after {self._spec.deadline_s} s; {self._describe(seq, slot)}")
             lane.ring.hold(seq)
+            mark(self._trace, "taken", _LANES[block.mode], seq)
             self.counters.wait_s += time.monotonic() - began
             self.counters.blocks_taken += 1
             num_rows = posted.row_ids_N.numel()
@@ -132,6 +135,7 @@ class Receiver:
         with self.lock:
             lane, seq, _ = self._find(block)
             del lane.blocks[seq], lane.seq_of[block.key]
+            mark(self._trace, "released", _LANES[block.mode], seq)
             self._releasing.append((_LANES[block.mode], seq, event))
             self._finish_releases()
 
@@ -258,6 +262,7 @@ class Receiver:
         while self._releasing and (self._releasing[0][2] is None or self._releasing[0][2].query()):
             lane_index, seq, _ = self._releasing.pop(0)
             self._lanes[lane_index].ring.release(seq)
+            mark(self._trace, "freed", lane_index, seq)
             self._open_slots(lane_index)
 
     def _find(self, block: TokenBlock) -> tuple[_Lane, int, _Posted]:
@@ -328,6 +333,7 @@ class Receiver:
                     self.counters.late_parts += 1
                     return
                 posted, slot = lane.blocks[header.seq], lane.ring.slot_of(header.seq)
+                mark(self._trace, "noticed", header.lane, header.seq)
                 buffer = slot.buffer
             wire.verify_part(header, buffer, self.agreement, hash_=posted.block.hash, total_rows=posted.row_ids_N.numel(), source=f"teacher rank {header.teacher_rank}")
             with self.lock:
@@ -337,6 +343,7 @@ class Receiver:
                 self.counters.rows_received += header.num_rows
                 self.counters.bytes_received += header.num_rows * sizes.row_bytes(self._spec.hidden_size, self._spec.wire_dtype)
                 if lane.ring.land(header.seq, header.teacher_rank, header.num_rows, header.num_parts):
+                    mark(self._trace, "ready", header.lane, header.seq)
                     self._free_given_up(header.lane)
                     self.lock.notify_all()
         except Exception as e:  # noqa: BLE001 -- whatever it is, the training thread must hear of it and not wait for this thread

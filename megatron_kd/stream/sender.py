@@ -12,6 +12,7 @@ from megatron_kd.rows import RowBlock
 from megatron_kd.stream import wire
 from megatron_kd.stream.route import Part, RoutePlan, Side
 from megatron_kd.stream.sizes import row_bytes
+from megatron_kd.stream.trace import Trace, mark
 from megatron_kd.stream.transport import Outbox, Piece
 from megatron_kd.stream.wire import Agreement, Grant, PartHeader, Request
 
@@ -19,14 +20,15 @@ from megatron_kd.stream.wire import Agreement, Grant, PartHeader, Request
 class RowSender:
     """`teacher` is this teacher's layout, `teacher_rank` = cp_rank * tp + tp_rank of this process."""
 
-    def __init__(self, outbox: Outbox, agreement: Agreement, *, teacher: Side, teacher_rank: int, write_timeout_s: float = 60.0):
-        self._outbox, self._agreement, self._teacher = outbox, agreement, teacher
+    def __init__(self, outbox: Outbox, agreement: Agreement, *, teacher: Side, teacher_rank: int, write_timeout_s: float = 60.0, trace: Trace | None = None):
+        self._outbox, self._agreement, self._teacher, self._trace = outbox, agreement, teacher, trace
         self._rank, self._timeout_s = teacher_rank, write_timeout_s
 
     @torch.no_grad()
     def send(self, request: Request, rows: RowBlock) -> int:
         """Write this rank's parts of the granted slots and wait until they have arrived; bytes of rows sent."""
         block = request.block
+        mark(self._trace, "rows", request.lane, request.seq)
         plan = RoutePlan(student=request.student, teacher=self._teacher, spread=request.spread)
         row_ids_N = block.row_ids_N.numpy()
         cu_seqlens = None if block.cu_seqlens is None else block.cu_seqlens.numpy()
@@ -49,12 +51,16 @@ class RowSender:
             start = end
         if staging.is_cuda:
             torch.cuda.current_stream(staging.device).synchronize()
+        mark(self._trace, "staged", request.lane, request.seq)
         try:
-            self._outbox.write(pieces, timeout_s=self._timeout_s)
+            transfer = self._outbox.start(pieces)
+            mark(self._trace, "started", request.lane, request.seq)
+            transfer.wait(timeout_s=self._timeout_s)
         except TransferFailed:
             for piece in pieces:
                 self._outbox.forget(piece.descriptor)
             raise
+        mark(self._trace, "written", request.lane, request.seq)
         return total * size
 
     def _stage(self, rows: RowBlock, wanted_P: np.ndarray, out_PR: torch.Tensor) -> None:

@@ -41,14 +41,21 @@ class Inbox(Protocol):
         """Revoke everything."""
 
 
+class Transfer(Protocol):
+    """Pieces on their way."""
+
+    def wait(self, *, timeout_s: float) -> None:
+        """Return when all have arrived. Errors: TransferFailed where one fails or the deadline passes. Call it once, whatever happens."""
+
+
 class Outbox(Protocol):
     """Sending end; belongs to one thread."""
 
     def stage(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """A registered uint8 buffer of at least `num_bytes`; the same one again while it suffices. Errors: none of ours."""
 
-    def write(self, pieces: list[Piece], *, timeout_s: float) -> None:
-        """Write all pieces at once and wait for all. Errors: TransferFailed where one fails or the deadline passes."""
+    def start(self, pieces: list[Piece]) -> Transfer:
+        """Begin to write all pieces. Errors: TransferFailed; then none is under way."""
 
     def forget(self, descriptor: bytes) -> None:
         """Drop what is cached about the descriptor's owner: it left or died."""
