@@ -2,6 +2,7 @@
 
     python tools/gpu_smoke.py gpt-oss --out out/smoke                       # one GPU
     python tools/gpu_smoke.py qwen3.5-moe --layout tp=2,ep=2,etp=1 --out out/smoke --set train.overlap_grad_reduce=true
+    python tools/gpu_smoke.py llama --layout cp=2 --world 2 --placement streamed --out out/smoke --steps-only    # CUDA_VISIBLE_DEVICES=0,1,1: teacher on GPU 1
     python tools/gpu_smoke.py gpt-oss --device cpu --out out/smoke --steps-only       # losses of the local specs, to compare with
 
 Head sizes are those of the real models, so that the kernels are; widths, depth, experts and vocabulary are small. Random weights from a fixed
@@ -26,10 +27,11 @@ GPU_SIZES = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads"
              "shared_expert_intermediate_size": 128, "num_experts": 8, "num_local_experts": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
              "linear_num_key_heads": 16, "linear_num_value_heads": 32, "sliding_window": 128}
 """What GPU kernels have their conditions on; the rest is convert/tiny.py's."""
+CONVOLUTION_SCALE = 100.0
 
 
 def write_model(name: str, folder: Path, *, seed: int, hidden: int) -> None:
-    """A Hugging Face folder of `name`'s kind."""
+    """A Hugging Face folder of `name`'s kind. Convolutions of gated delta nets are scaled up: their outputs would be far below the epsilon of the norm after them."""
     from megatron_kd.cli.prepare import only_one
     from megatron_kd.convert.tiny import tiny_config, write_tiny_model
     from megatron_kd.plan.models import config_of
@@ -39,6 +41,17 @@ def write_model(name: str, folder: Path, *, seed: int, hidden: int) -> None:
     with only_one(folder.parent):
         if not (folder / "config.json").is_file():
             write_tiny_model(config, folder, seed=seed)
+            scale_convolutions(folder)
+
+
+def scale_convolutions(folder: Path) -> None:
+    """Values of ordinary size for the delta rule, in the folder's shards."""
+    from safetensors.torch import load_file, save_file
+
+    for shard in folder.glob("*.safetensors"):
+        tensors = load_file(shard)
+        scaled = {name: tensor * CONVOLUTION_SCALE if name.endswith("conv1d.weight") else tensor for name, tensor in tensors.items()}
+        save_file(scaled, shard, metadata={"format": "pt"})
 
 
 def recipe(args, folder: Path) -> Path:
@@ -48,10 +61,11 @@ def recipe(args, folder: Path) -> Path:
     layout = {key: int(value) for key, value in (part.split("=") for part in args.layout.split(",") if part)}
     if layout.get("tp", 1) > 1:
         layout["sequence_parallel"] = True
+    streamed = {"world_size": 1, "layout": {"tp": 1}} if args.placement == "streamed" else {}
     content = {
         "name": f"smoke_{args.family}", "device": args.device, "output_dir": str(folder / "out"),
         "student": {"model": str(folder.parent / "models" / f"{args.family}_student"), "layout": layout, "precision": "bf16" if args.device == "cuda" else "fp32"},
-        "teacher": {"model": str(folder.parent / "models" / f"{args.family}_teacher"), "placement": "colocated", "precision": "bf16" if args.device == "cuda" else "fp32"},
+        "teacher": {"model": str(folder.parent / "models" / f"{args.family}_teacher"), "placement": args.placement, **streamed, "precision": "bf16" if args.device == "cuda" else "fp32"},
         "loss": {"kd_weight": 0.9, "ce_weight": 0.1}, "data": {"kind": "mock", "seq_length": SEQ},
         "train": {"iters": STEPS, "global_batch": 4, "micro_batch": 1, "lr": 1e-3, "lr_decay": "constant", "distributed_optimizer": args.device == "cuda",
                   "tensorboard": False, "save": False},
@@ -63,7 +77,10 @@ def recipe(args, folder: Path) -> Path:
 
 
 def start(args, world: int, path: Path, log: Path, overrides: list[str]) -> subprocess.Popen:
-    """`megatron-kd train`, under torchrun where there are several ranks."""
+    """`megatron-kd train`, under torchrun where there are several ranks; `megatron-kd run` with a streamed teacher."""
+    if args.placement == "streamed":
+        with log.open("w") as file:
+            return subprocess.Popen([sys.executable, "-m", "megatron_kd", "run", str(path), *args.set, *overrides, "--student-ranks", str(world)], stdout=file, stderr=subprocess.STDOUT)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "megatron_kd"] if world > 1 else [
         sys.executable, "-m", "megatron_kd"]
     with log.open("w") as file:
@@ -91,6 +108,7 @@ def main() -> int:
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--placement", choices=("colocated", "streamed"), default="colocated")
     parser.add_argument("--name")
     parser.add_argument("--set", nargs="*", default=[], help="overrides of the recipe")
     parser.add_argument("--steps-only", action="store_true", help="one unbroken run")
@@ -115,7 +133,7 @@ def main() -> int:
                                              stdout=file, stderr=subprocess.STDOUT).returncode
     codes["unbroken"] = unbroken.wait()
     whole, halves = losses(folder / "unbroken"), losses(folder / "halves")
-    result = {"family": args.family, "layout": args.layout or "tp=1", "world": args.world, "set": args.set, "device": device_name(args.device), "exit": codes,
+    result = {"family": args.family, "layout": args.layout or "tp=1", "world": args.world, "placement": args.placement, "set": args.set, "device": device_name(args.device), "exit": codes,
               "losses": whole, "resumed_difference": None if args.steps_only else largest(halves, whole), "wall_s": round(time.monotonic() - began, 1),
               "command": " ".join(["tools/gpu_smoke.py", *sys.argv[1:]]), "date": datetime.now(UTC).isoformat(timespec="seconds")}
     if args.reference and args.reference.is_file():

@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import time
+import zlib
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,7 +27,10 @@ SEED = 7
 
 
 def random_teacher() -> None:
-    """Teachers are built from their configuration; a streamed student makes up the head, which its teacher never reads."""
+    """Teachers are built from their configuration; a streamed student makes up the head, which its teacher never reads.
+
+    Weights depend on the parameter's name alone, so that a colocated and a streamed teacher of the same tensor-parallel degree are the same model.
+    """
     import megatron_kd.mcore.model as models
     import megatron_kd.student.streamed as streamed
     import megatron_kd.teacher.identity as identity
@@ -35,19 +39,41 @@ def random_teacher() -> None:
     from megatron_kd.student.vocabulary import text_config
 
     models.teacher_provider = functools.partial(models.teacher_provider, load_weights=False)
+    build = models.build_model
+
+    def build_named(provider, **kwargs):
+        chunks = build(provider, **kwargs)
+        for chunk in chunks:
+            lm = models.language_model(chunk)
+            head = models.head_weight(lm) if lm.post_process else None
+            for name, parameter in chunk.named_parameters():
+                fill(parameter.data, "head" if parameter is head else name)
+        return chunks
+
+    models.build_model = build_named
 
     def identify(path, *, compute_fingerprint, context_length=None):
         return identity.Identity(fingerprint="0" * 32, head_digest="random", head_transform="scale=1 softcap=0 bias=no", hidden_size=text_config(str(path)).hidden_size,
                                  context_length=context_length or 2**31 - 1)
 
     def head(path, vocab, tp_rank, *, dtype, device):
-        generator = torch.Generator(device).manual_seed(SEED + tp_rank)
+        config = text_config(str(path))
+        weight = torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+        fill(weight, "head")
         first, last = vocab.teacher_rows(tp_rank)
-        weight = torch.randn(last - first, text_config(str(path)).hidden_size, generator=generator, device=device, dtype=dtype) * 0.02
-        return TeacherHead(weight_VH=weight, transform=HeadTransform())
+        return TeacherHead(weight_VH=weight[first:last].clone(), transform=HeadTransform())
 
     identity.identify = streamed.identify = identify
     streamed.head_from_checkpoint = head
+
+
+def fill(weight: torch.Tensor, name: str) -> None:
+    """Matrices: normal, 0.02; the delta rule's decay: as Megatron draws it, log of uniform(1, 16); other vectors stay as they were built."""
+    generator = torch.Generator(weight.device).manual_seed(SEED + zlib.crc32(name.encode()))
+    if weight.dim() > 1:
+        weight.normal_(0.0, 0.02, generator=generator)
+    elif name.endswith("A_log"):
+        weight.uniform_(1.0, 16.0, generator=generator).log_()
 
 
 class SyntheticTopK:
@@ -210,7 +236,8 @@ def main() -> None:
     parser.add_argument("--synthetic-top-k", type=int, metavar="K")
     parser.add_argument("--evaluate-online", action="store_true")
     parser.add_argument("--teach", action="store_true")
-    parser.add_argument("--gate", metavar="FILE", help="import everything, then wait for this lock: several runs started together use the device one after another")
+    parser.add_argument("--gate", metavar="FILE", action="append", default=[],
+                        help="import everything, then wait for this lock (one for each device, in order): runs started together use a device one after another")
     parser.add_argument("--announce", metavar="FILE", help="write this file once the gate is passed")
     parser.add_argument("--wait-for", metavar="FILE", help="import everything, then wait for this file: a teacher whose student is behind a gate")
     parser.add_argument("--own-weights", action="store_true", help="load the models' weights instead of random ones")
@@ -223,7 +250,7 @@ def main() -> None:
     recipe = load(args.recipe, overrides)
     rank, world = rank_and_world()
     start_runtime(recipe)
-    gate = pass_gate(args.gate, rank) if args.gate else None
+    gates = [pass_gate(path, rank) for path in args.gate]
     if args.announce and rank == 0:
         Path(args.announce).touch()
     if args.wait_for:
@@ -244,7 +271,7 @@ def main() -> None:
     elif args.loss != "ours":
         swap_loss(args.loss)
     train(recipe, args, rank, world)
-    del gate
+    del gates
 
 
 def pass_gate(path: str, rank: int):
