@@ -14,10 +14,11 @@ from pathlib import Path
 from megatron_kd.errors import PlanError, rule
 from megatron_kd.layout import ParallelLayout
 from megatron_kd.plan.balance import Rates, speed
+from megatron_kd.plan.dense import DENSE_LOSSES
 from megatron_kd.plan.frontier import frontier, largest_sequence, largest_teacher
 from megatron_kd.plan.gpus import GPUS, Gpu, cpu, gpu
 from megatron_kd.plan.job import PLACEMENTS, Job
-from megatron_kd.plan.memory import all_stages
+from megatron_kd.plan.memory import all_stages, worst
 from megatron_kd.plan.models import load_model
 from megatron_kd.plan.report import PlacementPlan, Plan, as_dict, job_dict, render
 from megatron_kd.plan.search import Candidate, Found, Limits, recommendation, search
@@ -34,16 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-gib", type=float, help="another memory size")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs that NVLink joins")
     parser.add_argument("--network-gb-s", type=float, help="network bandwidth per GPU, one direction, GB/s")
-    parser.add_argument("--seq", type=int, default=4096, help="tokens of a sequence (default 4096)")
-    parser.add_argument("--global-batch", type=int, default=256, help="sequences of a step (default 256)")
+    parser.add_argument("--seq", type=int, help="tokens of a sequence (default 4096)")
+    parser.add_argument("--global-batch", type=int, help="sequences of a step (default 256)")
     parser.add_argument("--placement", choices=PLACEMENTS, action="append", help="only this one; may be repeated")
     for name in ("tp", "pp", "ep", "cp", "micro-batch", "replicas"):
         parser.add_argument(f"--{name}", type=int, help="pin the number of teacher replicas" if name == "replicas" else "pin it for the student")
     parser.add_argument("--max-cp", type=int, default=1, help="largest context-parallel degree to try (default 1)")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="pin the student's activation recompute")
-    parser.add_argument("--payload", choices=("topk", "hidden"), default="topk", help="what a cache holds (default topk)")
-    parser.add_argument("--k", type=int, default=100, help="kept tokens of a cached row (default 100)")
-    parser.add_argument("--loss", choices=("fused", "dense"), default="fused", help="dense: what a loss over full logits would need, for comparison")
+    parser.add_argument("--payload", choices=("topk", "hidden"), help="what a cache holds (default topk)")
+    parser.add_argument("--k", type=int, help="kept tokens of a cached row (default 100)")
+    parser.add_argument("--loss", choices=("fused", *DENSE_LOSSES), default="fused",
+                        help="plan with a loss over full logits, for comparison: plain PyTorch's, or ModelOpt's (Megatron-LM's for top-K rows)")
     parser.add_argument("--row-share", type=float, default=1.0, help="share of positions whose loss mask is on (default 1)")
     parser.add_argument("--cache-epochs", type=int, default=1, help="passes over the data that one cache build serves (default 1)")
     parser.add_argument("--measured", metavar="RUN.json", help="measured speeds that replace the assumed efficiencies")
@@ -102,8 +104,8 @@ def make_plan(found: dict[str, Found], rates: Rates, *, price: float | None = No
             refused[placement] = result.why_none
             continue
         entries.append(PlacementPlan(job=job, stages=tuple(all_stages(job)), speed=speed(job, rates, cache_epochs=cache_epochs),
-                                     largest_seq=largest_sequence(job),
-                                     largest_teacher=largest_teacher(job)))
+                                     largest_seq=largest_sequence(job), largest_teacher=largest_teacher(job),
+                                     full_logits=worst(replace(job, loss="modelopt"))))
     jobs = {entry.job.placement: entry.job for entry in entries}
     base = entries[0].job if entries else None
     sharded = "sharded over data parallelism" if base and base.distributed_optimizer else "not sharded"
@@ -129,6 +131,11 @@ def _gpu(args: argparse.Namespace) -> Gpu:
 
 def _template(args: argparse.Namespace) -> tuple[Job, bool]:
     """(job, whether it is a recipe's own)."""
+    for name in ("gpus", "seq", "global_batch", "k", "cache_epochs"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise PlanError(rule(f"--{name.replace('_', '-')}", getattr(args, name), "must be at least 1", "Give a positive number"))
+    if not 0 < args.row_share <= 1:
+        raise PlanError(rule("--row-share", args.row_share, "must be above 0 and at most 1", "Give the share of positions whose loss mask is on"))
     if args.recipe:
         if args.teacher or args.student:
             raise PlanError(rule("--teacher/--student", (args.teacher, args.student), "a recipe names its models",
@@ -136,19 +143,19 @@ def _template(args: argparse.Namespace) -> tuple[Job, bool]:
         from megatron_kd.config.load import load
         from megatron_kd.plan.recipe import job_from_recipe
 
+        for name, key in (("seq", "data.seq_length"), ("global_batch", "train.global_batch"), ("payload", "cache.payload"), ("k", "cache.k")):
+            if getattr(args, name) is not None:
+                raise PlanError(rule(f"--{name.replace('_', '-')}", getattr(args, name), "a recipe says it itself", f"Add {key}={getattr(args, name)}"))
         recipe = load(args.recipe, args.overrides)
-        job = job_from_recipe(recipe, _gpu(args), args.gpus)
+        job = replace(job_from_recipe(recipe, _gpu(args), args.gpus), loss=args.loss, row_share=args.row_share)
         return (replace(job, gpu=cpu(job.num_gpus)) if recipe.device == "cpu" and not args.gpu else job), True
     missing = [name for name in ("teacher", "student", "gpus") if not getattr(args, name)]
     if missing:
         raise PlanError(rule("arguments", missing, "a plan needs a recipe, or --teacher, --student and --gpus",
                              "For example: megatron-kd plan --teacher qwen3.5-35b-a3b --student qwen3.5-9b --gpus 16"))
-    for name in ("gpus", "seq", "global_batch", "k", "cache_epochs"):
-        if getattr(args, name) < 1:
-            raise PlanError(rule(f"--{name.replace('_', '-')}", getattr(args, name), "must be at least 1", "Give a positive number"))
     return Job(student=load_model(args.student), teacher=load_model(args.teacher), placement="colocated", gpu=_gpu(args), layout=ParallelLayout(),
-               seq=args.seq,
-               global_batch=args.global_batch, payload=args.payload, top_k=args.k, row_share=args.row_share, loss=args.loss), False
+               seq=args.seq or 4096, global_batch=args.global_batch or 256, payload=args.payload or "topk", top_k=args.k or 100, row_share=args.row_share,
+               loss=args.loss), False
 
 
 def _emit(args: argparse.Namespace, plan: Plan, found: dict[str, Found]) -> None:

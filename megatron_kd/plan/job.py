@@ -10,6 +10,7 @@ from typing import Literal
 from megatron_kd.errors import PlanError, rule
 from megatron_kd.layout import ParallelLayout
 from megatron_kd.plan.activations import ActivationSpec, Recompute
+from megatron_kd.plan.dense import DenseLoss
 from megatron_kd.plan.gpus import Gpu
 from megatron_kd.plan.models import ModelShape
 from megatron_kd.plan.params import check_layout
@@ -68,8 +69,10 @@ class Job:
     """Train adapters of this rank on the linear layers only; everything else is frozen, the head included."""
     fused_activation: bool | None = None
     """Megatron's bias_activation_fusion; None: as Bridge sets it for each model's family."""
-    loss: Literal["fused", "dense"] = "fused"
-    """dense: full logits of the student (and, with hidden rows, of the teacher), as other implementations keep them; for comparison only."""
+    loss: Literal["fused"] | DenseLoss = "fused"
+    """Others than fused are for comparison only: full logits of the student and, with hidden rows, of the teacher (plan/dense)."""
+    cross_entropy: bool = False
+    """Whether the loss has a cross-entropy term; costs nothing in the fused loss, a buffer in others."""
     divergence: str = "forward_kl"
     """Loss; those that need two passes keep two more numbers a row."""
 

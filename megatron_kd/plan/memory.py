@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from megatron_kd.layout import ParallelLayout
 from megatron_kd.loss import sizes as loss_sizes
 from megatron_kd.plan.activations import final_norm_saved, layer_backward_extra, layer_forward_peak, layer_saved
+from megatron_kd.plan.dense import DenseLoss, dense_buffers, dense_bytes
 from megatron_kd.plan.gpus import MIB
 from megatron_kd.plan.job import Job
 from megatron_kd.plan.params import Weight, adapter_numel, buffer_numel, local_numel, padded_vocab, stage_kinds, stage_weights
@@ -25,9 +26,6 @@ NCCL_COMMUNICATOR = 200 * MIB
 """NCCL buffers of one communicator of more than one rank. Allowance."""
 LIBRARY_WORKSPACE = 32 * MIB
 """cuBLAS workspace that PyTorch and Transformer Engine each hold on Hopper; grouped GEMM holds four more. Inside the allocator."""
-DENSE_KD_BYTES = {"hidden": 36, "top_k": 20}
-"""Bytes per (row x local vocabulary column) at the peak of a dense loss, tensor parallel, counted tensor by tensor, bf16 logits included: full logits
-of both models as ModelOpt's Megatron plugin computes KL; student logits against cached top-K as Megatron-LM's offline distillation does."""
 SLACK_SHARE = 0.05
 """Fragmentation, as a share of what comes and goes. Allowance."""
 
@@ -161,7 +159,7 @@ def _target_items(job: Job) -> list[Item]:
         return own + [Item(name="held teacher rows", bytes=held.bytes * ahead, group="targets")]
     if job.placement == "streamed":
         ring = stream_sizes.ring_bytes(job.ring_depth, b=job.micro_batch, s=job.seq, hidden_size=job.teacher.hidden, tp=layout.tp, cp=layout.cp)
-        gathered = [held] if layout.tp > 1 else []  # one slot is the whole micro-batch where tp == 1
+        gathered = [held] if layout.tp > 1 and not layout.sequence_parallel else []  # sequence parallelism: the loss gathers windows of them
         return [_head(job), Item(name=f"ring of {job.ring_depth} slots", bytes=ring, group="targets"), *gathered]
     return [_head(job), held]
 
@@ -219,7 +217,7 @@ def student_stage(job: Job, stage: int) -> StageMemory:
         items += _teacher_items(job, stage)
     if last:
         items += _target_items(job)
-        scratch = 0 if not job.trains_head or job.loss == "dense" else loss_sizes.head_gradient_bytes(shard_columns(job), job.student.hidden)
+        scratch = 0 if not job.trains_head or job.loss != "fused" else loss_sizes.head_gradient_bytes(shard_columns(job), job.student.hidden)
         items.append(Item(name="head gradient scratch fp32", bytes=scratch, group="loss"))
     items.append(_small(job, job.student.moe is not None))
     moments = _moments(job, stage)
@@ -242,6 +240,8 @@ def _moments(job: Job, stage: int) -> dict[str, list[Item]]:
     if last:
         moments["loss"] = [alive, *_loss_items(job)]
         moments["head gradient"] = [alive, handed, Item(name="loss: dX", bytes=_boundary(job), group="loss")]
+        if job.loss != "fused":  # autograd forms dX and dW from a gradient of all logits
+            moments["head gradient"].append(Item(name="loss: gradient of the logits", bytes=job.local_rows * shard_columns(job) * job.dtype_bytes, group="loss"))
     if stage == 0 and job.lora_rank is None:
         flight = math.ceil(in_flight(layout, 0, job.num_micro_batches))
         moments["embedding gradient"] = [Item(name="activations", bytes=int(kept * (1 - 1 / flight)), group="activations", exact=False),
@@ -261,15 +261,17 @@ def loss_shape(job: Job) -> loss_sizes.LossShape:
         num_rows=job.local_rows, num_columns=shard_columns(job), hidden_s=job.student.hidden, hidden_t=0 if top_k else job.teacher.hidden,
         dtype_bytes=job.dtype_bytes, signal="top_k" if top_k else "hidden", top_k=job.top_k if top_k else 0, divergence=job.divergence,
         tp=job.layout.tp,
-        sequence_parallel=job.layout.sequence_parallel, window_rows=job.window_rows, device_type="cuda" if job.kernels == "te" else "cpu",
+        sequence_parallel=job.layout.sequence_parallel,
+        own_teacher_rows=job.placement == "streamed" and job.layout.sequence_parallel and job.layout.tp > 1, window_rows=job.window_rows, device_type="cuda" if job.kernels == "te" else "cpu",
         freeze_head=not job.trains_head)
 
 
 def _loss_items(job: Job) -> list[Item]:
     """What the loss allocates beyond its inputs and the head gradient's scratch."""
     shape = loss_shape(job)
-    if job.loss == "dense":
-        return [Item(name="loss: dense logits", bytes=dense_loss_bytes(job), group="loss", exact=False)]
+    if job.loss != "fused":
+        buffers = dense_buffers(job.loss, shape.signal, tp=job.layout.tp, dtype_bytes=job.dtype_bytes, cross_entropy=job.cross_entropy)
+        return [Item(name=f"loss: {name}", bytes=size * job.local_rows * shard_columns(job), group="loss") for name, size in buffers.items()]
     items = [Item(name=f"loss: {name}", bytes=size, group="loss") for name, size in loss_sizes.call_items(shape).items()]
     if job.row_share < 1:  # a copy of the rows whose loss mask is on
         parts = job.layout.tp if job.layout.sequence_parallel else 1
@@ -277,9 +279,10 @@ def _loss_items(job: Job) -> list[Item]:
     return items
 
 
-def dense_loss_bytes(job: Job) -> int:
-    """Peak of a dense loss on the same rows."""
-    return DENSE_KD_BYTES[loss_shape(job).signal] * job.local_rows * shard_columns(job)
+def dense_loss_bytes(job: Job, loss: DenseLoss = "modelopt") -> int:
+    """Peak of a loss over full logits on the same rows."""
+    return dense_bytes(loss, loss_shape(job).signal, num_rows=job.local_rows, num_columns=shard_columns(job), tp=job.layout.tp, dtype_bytes=job.dtype_bytes,
+                       cross_entropy=job.cross_entropy)
 
 
 def teacher_stage(job: Job, stage: int) -> StageMemory:

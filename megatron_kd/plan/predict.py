@@ -1,10 +1,11 @@
 """Predictions of a list of runs, made before they are measured, and the recipes to run them with.
 
-A list (docs/benchmarks/plan_runs.json) names models by a known name and changed config fields, and recipe keys. `predict` writes what the
+A list (docs/benchmarks/plan_runs.json) names models by a known name and changed config fields, recipe keys, and a `loss` where it is not the fused one. `predict` writes what the
 planner says of each run; `write_runs` writes each run's recipe and model configs, from which the runs are made. Called by the command line.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_kd.plan.memory import all_stages, dense_loss_bytes, loss_shape, sh
 from megatron_kd.plan.models import KNOWN_DIR, from_config
 from megatron_kd.plan.recipe import job_of
 from megatron_kd.plan.report import job_dict, stage_dict
+
 
 def read_runs(path: str | Path) -> dict[str, Any]:
     """The list. Errors: PlanError."""
@@ -56,7 +58,7 @@ def run_job(run: dict[str, Any], content: dict[str, Any]) -> tuple[Recipe, Job]:
     """(recipe, job) of one run."""
     recipe = build(run_recipe(run, content["defaults"], f"out/plan_runs/{run['name']}"), source=run["name"])
     student, teacher = (from_config(model_config(run[side]), side) for side in ("student", "teacher"))
-    return recipe, job_of(recipe, student, teacher, gpu(content["gpu"]), run["gpus"])
+    return recipe, replace(job_of(recipe, student, teacher, gpu(content["gpu"]), run["gpus"]), loss=run.get("loss", "fused"))
 
 
 def prediction(run: dict[str, Any], job: Job) -> dict[str, Any]:

@@ -30,6 +30,8 @@ class PlacementPlan:
     """Longest sequence that fits; None: none."""
     largest_teacher: int
     """Parameters of the largest teacher that fits here."""
+    full_logits: StageMemory
+    """The tightest GPU if the loss were over full logits as in ModelOpt (top-K rows: Megatron-LM), everything else equal."""
 
     @property
     def tightest(self) -> StageMemory:
@@ -91,6 +93,7 @@ def _placement_dict(entry: PlacementPlan, price: float | None) -> dict[str, Any]
     return {
         "job": job_dict(entry.job), "fits": entry.fits, "stages": [stage_dict(stage) for stage in entry.stages],
         "largest_seq": entry.largest_seq, "largest_teacher_parameters": entry.largest_teacher,
+        "full_logits_instead": {"fits": entry.full_logits.fits, "allocated_bytes": entry.full_logits.allocated, "total_bytes": entry.full_logits.total},
         "traffic": {"student_rank": [dataclasses.asdict(flow) for flow in student_flows(entry.job)],
                     "teacher_rank": [dataclasses.asdict(flow) for flow in teacher_flows(entry.job)],
                     "targets": dataclasses.asdict(target_traffic(entry.job))},
@@ -137,6 +140,7 @@ def _summary_table(plan: Plan):
     rows = [("fits", lambda e: "yes" if e.fits else "NO"), ("tightest GPU", lambda e: f"{e.tightest.role} stage {e.tightest.stage}"),
             ("needed / there, GiB", lambda e: f"{e.tightest.total / GIB:.1f} / {e.tightest.capacity / GIB:.1f}"),
             ("headroom, GiB", lambda e: f"{e.tightest.headroom / GIB:.1f}"),
+            ("needed with full logits, GiB", lambda e: f"{e.full_logits.total / GIB:.1f}" + ("" if e.full_logits.fits else " (does not fit)")),
             ("student layout", lambda e: e.job.layout.describe()), ("micro-batch, recompute", lambda e: f"{e.job.micro_batch}, {e.job.recompute}"),
             ("teacher", lambda e: _teacher_text(e.job)), ("longest sequence", lambda e: f"{e.largest_seq:,}" if e.largest_seq else "-"),
             ("largest teacher like this", lambda e: f"{e.largest_teacher / 1e9:.0f} B" if e.job.placement != "cached" else "-"),

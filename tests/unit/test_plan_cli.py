@@ -78,6 +78,19 @@ def test_config_file_is_planned_like_a_name(capsys, tmp_path):
     assert content["models"]["teacher"]["parameters"] == content["models"]["student"]["parameters"]
 
 
+def test_every_placement_shows_what_full_logits_would_need(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    args = ["recipes/llama_8b_3b_8k_online.yaml", "--gpu", "h200-141"]
+    fused, modelopt, plain = (as_json(capsys, *args, *loss)["placements"][0] for loss in ((), ("--loss", "modelopt"), ("--loss", "dense")))
+    assert fused["full_logits_instead"]["total_bytes"] == max(stage["total_bytes"] for stage in modelopt["stages"])
+    names = {item["name"]: item["bytes"] for item in modelopt["stages"][0]["items"]}
+    assert names["loss: teacher logits fp32"] == 8192 * 128_256 * 4 and names["head gradient scratch fp32"] == 0
+    peaks = [entry["stages"][0]["allocated_bytes"] for entry in (fused, plain, modelopt)]
+    assert peaks[2] - peaks[1] == 8 * 8192 * 128_256 and peaks[1] - peaks[0] > 20 * 2**30
+    _, out, _ = plan(capsys, *args, "--brief")
+    assert "needed with full logits, GiB" in out and f"{fused['full_logits_instead']['total_bytes'] / 2**30:.1f}" in out
+
+
 def test_nothing_fits_is_said_with_the_reason_and_an_exit_code(capsys):
     code, out, _ = plan(capsys, "--teacher", "qwen3.5-397b-a17b", "--student", "qwen3.5-27b", "--gpus", "4", "--placement", "colocated", "--search",
                         "--brief")
@@ -94,6 +107,8 @@ def test_nothing_fits_is_said_with_the_reason_and_an_exit_code(capsys):
     ([*PAIR, "--measured", "/nowhere.json"], "cannot be read as JSON"),
     (["recipes/demo_smollm2.yaml", "--teacher", "qwen3.5-9b"], "a recipe names its models"),
     (["recipes/llama_8b_3b_8k_online.yaml", "--gpus", "3"], "must divide by micro_batch x dp = 3"),
+    (["recipes/llama_8b_3b_8k_online.yaml", "--seq", "4096"], "Add data.seq_length=4096"),
+    ([*PAIR, "--row-share", "1.5"], "must be above 0 and at most 1"),
 ])
 def test_bad_request_is_refused_with_the_rule_and_no_traceback(capsys, monkeypatch, args, message):
     monkeypatch.chdir(ROOT)
