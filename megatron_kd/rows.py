@@ -70,6 +70,8 @@ class RowBlock:
     """int64 [N] ascending row ids."""
     hash: int
     """The TokenBlock's hash."""
+    is_share: bool = False
+    """Only the rows of this tensor-parallel rank's part of the sequence (sequence parallelism): the loss gathers them window by window."""
 
     def check(self, block: TokenBlock, source: str) -> None:
         """RowsMismatch unless these are the rows of `block`; `source` names the replica or cache."""

@@ -5,7 +5,7 @@ is the dense answer, `plain` what ordinary torch in the same dtype makes of it (
 loss on this rank's shard, gathered back. Letters: N rows, V padded columns, H hidden width, K kept tokens.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -190,15 +190,19 @@ def teacher_for(case: Case, tensors: dict, vocab: VocabSpec, rank: int) -> Teach
 
 
 def actual(case: Case, tensors: dict, *, group: dist.ProcessGroup | None = None, rows_per_rank: tuple[int, ...] | None = None,
-           window_rows: int = 8, dw_windows: int = 2, **options) -> Result:
-    """The fused loss on this rank's shard, gradients gathered to the whole. rows_per_rank switches sequence parallelism on."""
+           own_teacher_rows: bool = False, window_rows: int = 8, dw_windows: int = 2, **options) -> Result:
+    """The fused loss on this rank's shard, gradients gathered to the whole. rows_per_rank switches sequence parallelism on, own_teacher_rows
+    leaves each rank with its own rows of a hidden teacher too."""
     tp, rank = group_size(group), group_rank(group)
     vocab = VocabSpec(true_size=case.true_size, student_padded=case.student_padded, teacher_padded=case.teacher_padded, tp=tp)
     shard = slice(*vocab.shard_range(rank))
     own = slice(0, case.num_rows) if rows_per_rank is None else slice(sum(rows_per_rank[:rank]), sum(rows_per_rank[:rank + 1]))
     x, head = tensors["x"][own].clone().requires_grad_(), tensors["head"][shard].clone().requires_grad_()
     bias = None if tensors["bias"] is None else tensors["bias"][shard].clone().requires_grad_()
-    out = fused_linear_kd(x, head, teacher_for(case, tensors, vocab, rank), vocab=vocab, objective=case.objective, labels_N=tensors["labels"],
+    teacher = teacher_for(case, tensors, vocab, rank)
+    if own_teacher_rows:
+        teacher = replace(teacher, rows_NH=teacher.rows_NH[own].clone(), own_rows=True)
+    out = fused_linear_kd(x, head, teacher, vocab=vocab, objective=case.objective, labels_N=tensors["labels"],
                           weights_N=tensors["weights"], tp_group=group, rows_per_rank=rows_per_rank, head_bias_V=bias,
                           student_transform=case.student_transform, window_rows=window_rows, dw_windows=dw_windows, **options)
     (UPSTREAM * tensors["weights"].to(out.loss_N.dtype) * out.loss_N).sum().backward()

@@ -64,7 +64,8 @@ def fused_linear_kd(student_NH: torch.Tensor, student_head_VH: torch.Tensor, tea
 
     student_NH       [N, H] all rows, equal on every rank; with `rows_per_rank` (sequence parallelism) this rank's rows only.
     student_head_VH  [V, H] this rank's rows of the output layer, V = vocab.shard_size, student_NH's dtype.
-    teacher          HiddenTeacher, LogitsTeacher or TopKTeacher with rows for all N; None: cross-entropy alone (kd_weight 0).
+    teacher          HiddenTeacher, LogitsTeacher or TopKTeacher with rows for all N (HiddenTeacher.own_rows: for this rank's rows);
+                     None: cross-entropy alone (kd_weight 0).
     labels_N         int [N] global token ids; IGNORE_LABEL (-100): no cross-entropy for the row. Needed where ce_weight > 0.
     weights_N        [N] the factor that your loss function applies to each row, up to one constant; None: 1. A row with weight 0
                      costs as much as any other and gets gradient 0: leave such rows out instead.
@@ -88,7 +89,7 @@ def fused_linear_kd(student_NH: torch.Tensor, student_head_VH: torch.Tensor, tea
     num_rows = student_NH.shape[0] if rows_per_rank is None else sum(rows_per_rank)
     num_true = vocab.num_true(rank)
     _check_door(student_NH, student_head_VH, head_bias_V, vocab, group_tp, rank, rows_per_rank)
-    teacher, objective = _check_teacher(teacher, objective, num_rows, num_true, student_NH)
+    teacher, objective = _check_teacher(teacher, objective, num_rows, num_true, student_NH, rows_per_rank)
     if dx_reduce not in ("all_reduce", "none"):
         raise ConfigError(rule("dx_reduce", dx_reduce, "must be 'all_reduce' or 'none'", "Use 'all_reduce' unless you reduce dX yourself"))
     device = student_NH.device
@@ -207,13 +208,17 @@ def _check_door(student_NH, head_VH, bias_V, vocab: VocabSpec, tp: int, rank: in
                                "Count the rows of the full loss mask in each rank's part of the sequence"))
 
 
-def _check_teacher(teacher: Teacher | None, objective: Objective, num_rows: int, num_true: int, student_NH: torch.Tensor) -> tuple[Teacher, Objective]:
+def _check_teacher(teacher: Teacher | None, objective: Objective, num_rows: int, num_true: int, student_NH: torch.Tensor,
+                   rows_per_rank: tuple[int, ...] | None) -> tuple[Teacher, Objective]:
     if objective.kd_weight == 0.0 or teacher is None:
         if objective.kd_weight != 0.0:
             raise ConfigError(rule("teacher", None, "is needed where kd_weight is not 0", "Pass a teacher, or Objective(kd_weight=0, ce_weight=1)"))
         empty = student_NH.new_empty(num_rows, 0, dtype=torch.float32)
         return TopKTeacher(ids_NK=empty.long(), log_probs_NK=empty, tail_N=empty.new_zeros(num_rows)), objective
-    teacher.check(num_rows, num_true)
+    own_rows = isinstance(teacher, HiddenTeacher) and teacher.own_rows
+    if own_rows and rows_per_rank is None:
+        raise ConfigError(rule("teacher.own_rows", True, "needs rows_per_rank, which says which rows each rank holds", "Pass all teacher rows, or rows_per_rank"))
+    teacher.check(student_NH.shape[0] if own_rows else num_rows, num_true)
     if isinstance(teacher, TopKTeacher) and objective.temperature != 1.0 and objective.top_k_mode != "renormalise":
         raise ConfigError(rule("temperature", objective.temperature, f"must be 1 with top-K targets and top_k_mode = {objective.top_k_mode!r}",
                                "The tail's mass at another temperature is not known: use 1.0, top_k_mode='renormalise', or hidden states"))

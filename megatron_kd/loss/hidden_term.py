@@ -43,19 +43,19 @@ class HiddenTerm(torch.nn.Module):
             self.projection.sequence_parallel = sequence_parallel
 
     def forward(self, student_NS: torch.Tensor, teacher_NT: torch.Tensor, *, tp_group: dist.ProcessGroup | None = None,
-                rows_per_rank: tuple[int, ...] | None = None) -> torch.Tensor:
+                rows_per_rank: tuple[int, ...] | None = None, own_teacher_rows: bool = False) -> torch.Tensor:
         """float32 value_N of all rows, equal on every rank.
 
-        student_NS: all rows; with rows_per_rank (sequence parallelism) this rank's rows [n, S]. teacher_NT: all rows. The gradient of
-        student_NS is complete on every rank: it must not be summed over the group again.
+        student_NS: all rows; with rows_per_rank (sequence parallelism) this rank's rows [n, S]. teacher_NT: all rows; with
+        own_teacher_rows this rank's [n, T]. The gradient of student_NS is complete on every rank: it must not be summed over the group again.
         """
-        num_rows = student_NS.shape[0] if rows_per_rank is None else sum(rows_per_rank)
+        num_rows = student_NS.shape[0] if rows_per_rank is None or own_teacher_rows else sum(rows_per_rank)
         if teacher_NT.shape[0] != num_rows:
             raise ConfigError(rule("teacher_NT", tuple(teacher_NT.shape), f"must have {num_rows} rows", "Give one teacher row per student row"))
         width = student_NS.shape[1] if self.projection is None else self.projection.shape[0]
         if teacher_NT.shape[1] != width:
             raise ConfigError(rule("teacher_NT", tuple(teacher_NT.shape), f"must have width {width}", "Build HiddenTerm with this teacher's width"))
-        if rows_per_rank is not None:
+        if rows_per_rank is not None and not own_teacher_rows:
             start = sum(rows_per_rank[:group_rank(tp_group)])
             teacher_NT = teacher_NT[start:start + student_NS.shape[0]]
         value = _HiddenTermFunction.apply(student_NS, teacher_NT, self.projection, self.kind)

@@ -5,6 +5,7 @@ All functions run the same collectives in the same order on every rank of the gr
 follows from the WindowPlan alone. Letters: R rows of a window, H hidden width, t ranks of the group.
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -117,37 +118,54 @@ class PlainRows:
         self._works.clear()
 
 
-class SequenceParallelRows:
-    """Each rank holds its own rows: a window's are all-gathered ahead of time, its dX is reduce-scattered behind.
+class GatheredRows:
+    """Windows of rows of which each rank holds its own: all-gathered one window ahead, so that it runs while another window computes.
 
-    Both run while a neighbouring window computes. Two chunks of each are held: [t * chunk_rows, H] received and sent.
+    One chunk is held, [chunk_rows, H] sent and [t * chunk_rows, H] received. own_nH: this rank's rows, by the plan's rows_per_rank.
+    """
+
+    def __init__(self, plan: WindowPlan, own_nH: torch.Tensor, group: dist.ProcessGroup):
+        self._plan, self._rows, self._group, self._rank = plan, own_nH, group, group_rank(group)
+        self._own = own_nH.new_zeros(plan.chunk_rows, own_nH.shape[1])
+        self._received = own_nH.new_empty(group_size(group) * plan.chunk_rows, own_nH.shape[1])
+        self._work = None
+        if plan.num_windows:
+            self._start(0)
+
+    def take(self, window: int, out_RH: torch.Tensor) -> torch.Tensor:
+        """Packs the rows of `window` into out_RH, in window order, then starts the next window's all-gather."""
+        self._work.wait()
+        torch.cat([piece for _, piece in split_chunks(self._plan, self._received, window)], out=out_RH)
+        if window + 1 < self._plan.num_windows:
+            self._start(window + 1)
+        return out_RH
+
+    def _start(self, window: int) -> None:
+        start, end = self._plan.local_pieces(window)[self._rank]
+        self._own[:end - start] = self._rows[start:end]
+        self._work = dist.all_gather_into_tensor(self._received, self._own, group=self._group, async_op=True)
+
+
+class SequenceParallelRows:
+    """Each rank holds its own rows: a window's are gathered ahead of time (GatheredRows), its dX is reduce-scattered behind.
+
+    Both run while a neighbouring window computes. Two chunks of dX are held as well, [t * chunk_rows, H] sent.
     """
 
     def __init__(self, plan: WindowPlan, student_NH: torch.Tensor, group: dist.ProcessGroup, want_dx: bool):
-        self._plan, self._student, self._group = plan, student_NH, group
-        self._size, self._rank, self._chunk = group_size(group), group_rank(group), plan.chunk_rows
+        self._plan, self._group, self._rank = plan, group, group_rank(group)
+        self._gathered = GatheredRows(plan, student_NH, group)
         width = student_NH.shape[1]
-        chunks = (self._size * self._chunk, width)
-        self._own = [student_NH.new_zeros(self._chunk, width) for _ in range(2)]
-        self._received = [student_NH.new_empty(chunks) for _ in range(2)]
-        self._gathers = [None, None]
         self.dx = torch.empty_like(student_NH, memory_format=torch.contiguous_format) if want_dx else None
         if want_dx:
             self._partial = student_NH.new_empty(max(plan.max_rows, 1), width)
-            self._sent = [student_NH.new_zeros(chunks) for _ in range(2)]
-            self._summed = [student_NH.new_empty(self._chunk, width) for _ in range(2)]
+            self._sent = [student_NH.new_zeros(group_size(group) * plan.chunk_rows, width) for _ in range(2)]
+            self._summed = [student_NH.new_empty(plan.chunk_rows, width) for _ in range(2)]
             self._scatters = [None, None]
-        if plan.num_windows:
-            self._start_gather(0)
 
     def student(self, window: int, out_RH: torch.Tensor | None) -> torch.Tensor:
-        """Packs the received chunks into out_RH; starts the next window's all-gather first."""
-        if window + 1 < self._plan.num_windows:
-            self._start_gather(window + 1)
-        slot = window % 2
-        self._gathers[slot].wait()
-        torch.cat([piece for _, piece in self._split(self._received[slot], window)], out=out_RH)
-        return out_RH
+        """Packed into out_RH."""
+        return self._gathered.take(window, out_RH)
 
     def dx_target(self, window: int) -> torch.Tensor:
         """A buffer, unpacked by send_dx."""
@@ -159,7 +177,7 @@ class SequenceParallelRows:
         slot = window % 2
         self._land(slot)
         start = 0
-        for rows, piece in self._split(self._sent[slot], window):
+        for rows, piece in split_chunks(self._plan, self._sent[slot], window):
             piece.copy_(self._partial[start:start + rows])
             start += rows
         work = dist.reduce_scatter_tensor(self._summed[slot], self._sent[slot], group=self._group, async_op=True)
@@ -179,13 +197,8 @@ class SequenceParallelRows:
             self.dx[start:end] = self._summed[slot][:end - start]
             self._scatters[slot] = None
 
-    def _start_gather(self, window: int) -> None:
-        slot = window % 2
-        start, end = self._plan.local_pieces(window)[self._rank]
-        own = self._own[slot]
-        own[:end - start] = self._student[start:end]
-        self._gathers[slot] = dist.all_gather_into_tensor(self._received[slot], own, group=self._group, async_op=True)
 
-    def _split(self, chunks: torch.Tensor, window: int):
-        for rank, (start, end) in enumerate(self._plan.local_pieces(window)):
-            yield end - start, chunks[rank * self._chunk:rank * self._chunk + end - start]
+def split_chunks(plan: WindowPlan, chunks: torch.Tensor, window: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(rows, their view) of each rank's chunk in [t * chunk_rows, H], in rank order, without the unused rows."""
+    for rank, (start, end) in enumerate(plan.local_pieces(window)):
+        yield end - start, chunks[rank * plan.chunk_rows:rank * plan.chunk_rows + end - start]

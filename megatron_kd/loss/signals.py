@@ -19,16 +19,18 @@ class HiddenTeacher:
     """The teacher's last hidden states, after its final norm, and its head on the student's shard boundaries (by token id)."""
 
     rows_NH: torch.Tensor
-    """[N, H_t], the head's dtype."""
+    """[N, H_t], the head's dtype; columns adjacent in memory."""
     head_VH: torch.Tensor
     """[V', H_t]: row j belongs to token shard_start + j; V' is at least the shard's number of true columns."""
     bias_V: torch.Tensor | None = None
     """[V'] added to the raw logits."""
     transform: HeadTransform = field(default_factory=HeadTransform)
     """Logit scale and soft-cap of the teacher."""
+    own_rows: bool = False
+    """Sequence parallelism: rows_NH holds this rank's rows alone, as the student's rows do; a window's are gathered when it needs them."""
 
     def check(self, num_rows: int, num_true: int) -> None:
-        """ConfigError or VocabMismatch unless the shapes and dtypes fit."""
+        """ConfigError or VocabMismatch unless the shapes and dtypes fit; num_rows: those of this rank alone where own_rows."""
         if self.rows_NH.dim() != 2 or self.rows_NH.shape[0] != num_rows:
             raise ConfigError(rule("teacher.rows_NH", tuple(self.rows_NH.shape), f"must be [{num_rows}, H_t]", "Give one teacher row per student row"))
         if self.head_VH.dim() != 2 or self.head_VH.shape[1] != self.rows_NH.shape[1]:

@@ -68,6 +68,8 @@ class LossShape:
     """Vocabulary shards."""
     sequence_parallel: bool = False
     """Each rank passes its own rows (rows_per_rank, taken as even here)."""
+    own_teacher_rows: bool = False
+    """Each rank passes its own teacher rows as well (HiddenTeacher.own_rows)."""
     window_rows: int | None = None
     """None: the default."""
     dw_windows: int | None = None
@@ -110,9 +112,11 @@ def call_items(shape: LossShape) -> dict[str, int]:
         "kept entries": rows * shape.top_k * KEPT_BYTES,
     }
     if shape.sequence_parallel:
-        received = 2 * (shape.tp + 1) * chunk * shape.hidden_s * width
-        items["rows of other ranks"] = received + kept_windows * rows * shape.hidden_s * width + (shape.hidden_t * rows * width if shape.tp > 1 else 0)
-        items["dX on its way"] = received + rows * shape.hidden_s * width if shape.train else 0
+        received = (shape.tp + 1) * chunk * width
+        items["rows of other ranks"] = received * shape.hidden_s + kept_windows * rows * shape.hidden_s * width + (shape.hidden_t * rows * width if shape.tp > 1 else 0)
+        if shape.own_teacher_rows:
+            items["teacher rows of other ranks"] = received * shape.hidden_t
+        items["dX on its way"] = (2 * received + rows * width) * shape.hidden_s if shape.train else 0
     if shape.device_type == "cpu":
         items["torch backend"] = _twin_bytes(shape, rows, group_windows)
     return items

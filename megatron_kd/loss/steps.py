@@ -17,7 +17,7 @@ from megatron_kd.kernels.spec import CE, KD, LSE_T, NUM_JOINED, NUM_STATS, ONE_P
 from megatron_kd.kernels.torch_twin import accumulate_dtype
 from megatron_kd.loss.flags import NONFINITE_ROWS, DeviceFlags
 from megatron_kd.loss.objective import Objective
-from megatron_kd.loss.reduce import StatsGather, sum_over_shards
+from megatron_kd.loss.reduce import GatheredRows, StatsGather, sum_over_shards
 from megatron_kd.loss.signals import HiddenTeacher, LogitsTeacher, TopKTeacher
 from megatron_kd.loss.window import WindowPlan
 
@@ -90,12 +90,16 @@ class PairStep:
         if isinstance(problem.teacher, HiddenTeacher):
             columns = problem.teacher.head_VH.shape[0]
             self._teacher_RV = problem.teacher.rows_NH.new_empty(max_rows, -(-columns // ROW_ALIGNMENT) * ROW_ALIGNMENT)[:, :columns]
+            if problem.teacher.own_rows:
+                self._gathered = GatheredRows(problem.plan, problem.teacher.rows_NH, problem.group)
+                self._packed_RH = problem.teacher.rows_NH.new_empty(max_rows, problem.teacher.rows_NH.shape[1])
 
     def begin(self, window: int, u_RV: torch.Tensor) -> None:
         """Teacher's projection, statistics, all-gather on its way."""
         teacher, num_rows = self._p.teacher, u_RV.shape[0]
         if isinstance(teacher, HiddenTeacher):
-            self._t_RV = project(self._rows.take(teacher.rows_NH, window), teacher.head_VH, teacher.bias_V, self._teacher_RV[:num_rows])
+            rows_RH = self._gathered.take(window, self._packed_RH[:num_rows]) if teacher.own_rows else self._rows.take(teacher.rows_NH, window)
+            self._t_RV = project(rows_RH, teacher.head_VH, teacher.bias_V, self._teacher_RV[:num_rows])
         else:
             self._t_RV = self._rows.take(teacher.logits_NV, window)
         self._labels = self._rows.take(self._p.labels_N, window)

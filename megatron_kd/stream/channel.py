@@ -26,7 +26,7 @@ from pathlib import Path
 
 from megatron_kd.errors import AuthenticationFailed, ConfigError, TransferFailed, WireError, WireVersionMismatch, rule
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAGIC = b"MKDS"
 MAX_FRAME_BYTES = 256 << 20
 _NONCE_BYTES, _TAG_BYTES = 32, 16

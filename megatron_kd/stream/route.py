@@ -33,7 +33,7 @@ class Side:
     cp_order: CpOrder = "zigzag"
     """How positions are dealt to context-parallel ranks."""
     sequence_parallel: bool = False
-    """Last hidden states are split over tp along the sequence (teacher side; the student's rows are placed by `spread`)."""
+    """Last hidden states are split over tp along the sequence. On the student's side rows that are spread go to the rank that holds their position."""
 
     def __post_init__(self):
         if self.tp < 1 or self.cp < 1:
@@ -76,20 +76,26 @@ class RoutePlan:
     student: Side
     teacher: Side
     spread: bool = True
-    """True: each student tp rank receives 1/tp of its cp rank's rows, to be joined in the loss; False: every tp rank receives all."""
+    """True: the rows of a student's cp rank are dealt to its tp ranks, under sequence parallelism as their positions are, otherwise in equal
+    consecutive shares; False: every tp rank receives all."""
 
     def received(self, row_ids_N: np.ndarray, s: int, cu_seqlens: np.ndarray | None = None) -> list[np.ndarray]:
         """Per student rank: ascending positions in row_ids_N of the rows that land there, in slot order."""
-        cp_of_N = owners(s, self.student.cp, self.student.cp_order, cu_seqlens)[row_ids_N % s]
+        cp_of_N, tp_of_N = holders(self.student, row_ids_N, s, cu_seqlens)
         result = []
         for cp_rank in range(self.student.cp):
             mine = np.flatnonzero(cp_of_N == cp_rank)
-            result += np.array_split(mine, self.student.tp) if self.spread else [mine] * self.student.tp
+            if not self.spread:
+                result += [mine] * self.student.tp
+            elif tp_of_N is None:
+                result += np.array_split(mine, self.student.tp)
+            else:
+                result += [mine[tp_of_N[mine] == tp_rank] for tp_rank in range(self.student.tp)]
         return result
 
     def parts(self, row_ids_N: np.ndarray, s: int, cu_seqlens: np.ndarray | None = None) -> list[Part]:
         """Every non-empty part of one micro-batch. Each received row is in exactly one part of its student rank."""
-        holder_cp_N, holder_tp_N = self._holders(row_ids_N, s, cu_seqlens)
+        holder_cp_N, holder_tp_N = holders(self.teacher, row_ids_N, s, cu_seqlens)
         parts = []
         for student_rank, index_P in enumerate(self.received(row_ids_N, s, cu_seqlens)):
             for cp_rank in range(self.teacher.cp):
@@ -102,22 +108,24 @@ class RoutePlan:
                           for tp_rank, rows in enumerate(shares) if len(rows)]
         return parts
 
-    def _holders(self, row_ids_N: np.ndarray, s: int, cu_seqlens: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-        cp_of_s = owners(s, self.teacher.cp, self.teacher.cp_order, cu_seqlens)
-        position_N = row_ids_N % s
-        if not self.teacher.sequence_parallel:
-            return cp_of_s[position_N], None
-        local = s // self.teacher.cp
-        if local % self.teacher.tp:
-            raise UnsupportedLayout(rule("teacher's local sequence", local, f"must divide by its tp, {self.teacher.tp}, under sequence parallelism", "Pad the sequence"))
-        tp_of_s = np.empty(s, np.int64)
-        for cp_rank in range(self.teacher.cp):
-            tp_of_s[cp_of_s == cp_rank] = np.arange(local) // (local // self.teacher.tp)
-        return cp_of_s[position_N], tp_of_s[position_N]
-
     def slot_rows(self, b: int, s: int) -> int:
         """Most rows that one student rank can receive from one micro-batch of b sequences of s positions."""
         return slot_rows(b, s, tp=self.student.tp, cp=self.student.cp, spread=self.spread)
+
+
+def holders(side: Side, row_ids_N: np.ndarray, s: int, cu_seqlens: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
+    """(cp rank, tp rank) that holds each row on `side`, int64 [N] each; None for tp where every tp rank holds the rows of its cp rank."""
+    cp_of_s = owners(s, side.cp, side.cp_order, cu_seqlens)
+    position_N = row_ids_N % s
+    if not side.sequence_parallel:
+        return cp_of_s[position_N], None
+    local = s // side.cp
+    if local % side.tp:
+        raise UnsupportedLayout(rule("local sequence", local, f"must divide by tp, {side.tp}, under sequence parallelism", "Pad the sequence"))
+    tp_of_s = np.empty(s, np.int64)
+    for cp_rank in range(side.cp):
+        tp_of_s[cp_of_s == cp_rank] = np.arange(local) // (local // side.tp)
+    return cp_of_s[position_N], tp_of_s[position_N]
 
 
 def owners(s: int, cp: int, order: CpOrder, cu_seqlens: np.ndarray | None = None) -> np.ndarray:

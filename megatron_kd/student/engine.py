@@ -287,12 +287,16 @@ class Engine:
         rows = self._take(block)
         if rows is None:  # degraded, agreed by all ranks: this micro-batch trains on cross-entropy alone
             return self._without_teacher(call, micro, selection, objective)
-        teacher = losses.teacher_of(rows, self.targets.head, selection, call.hidden_pbH.device)
-        if call.hidden_pbH.device.type == "cpu" and self._settings.loss.on_nonfinite == "stop":
-            losses.check_finite(teacher, self.targets.name, micro.where)
-        out, extra = losses.fused_loss(call, selection, teacher, objective, self._vocab, self._settings.loss, self._flags_on(call), hidden_term=self._hidden_term)
+        teacher = losses.teacher_of(rows, self.targets.head, selection, call)
+        drops = self._settings.loss.on_nonfinite == "drop_rows"
+        finite_N = losses.finite_rows(teacher, selection, call) if drops or call.hidden_pbH.device.type == "cpu" else None
+        if not drops and finite_N is not None:
+            losses.check_finite(finite_N, self.targets.name, micro.where)
+        out, extra = losses.fused_loss(call, selection, teacher, objective, self._vocab, self._settings.loss, self._flags_on(call), hidden_term=self._hidden_term,
+                                       finite_N=finite_N if drops else None)
         self.targets.source.release(block)
-        weights = losses.counted_weights(teacher, selection, self._settings.loss, out.kd_N.device)
+        weights = to_device(selection.weights_N, out.kd_N.device)
+        weights = weights * finite_N if drops else weights  # the denominator counts what drop_rows leaves
         micro.denominator = denominator_of(weights, self._settings.loss.denominator, self._weight_units)
         kept = {} if self.targets.head is not None else {"student mass kept": out.student_kept_N, "teacher mass kept": out.teacher_kept_N}
         micro.sums = {name: (value.detach() * weights).sum() for name, value in {"kd loss": out.kd_N, "ce loss": out.ce_N, **kept, **extra}.items()}

@@ -12,6 +12,7 @@ from megatron_kd.loss.flags import DeviceFlags
 from megatron_kd.loss.fused import KDOutput, fused_linear_kd
 from megatron_kd.loss.hidden_term import HiddenTerm
 from megatron_kd.loss.objective import Objective
+from megatron_kd.loss.reduce import gather_row_values
 from megatron_kd.loss.signals import HiddenTeacher, Teacher, TopKTeacher
 from megatron_kd.mcore.output_layer import HeadCall
 from megatron_kd.mcore.transfer import to_device
@@ -28,9 +29,11 @@ def objective_of(loss: LossConfig, step: int, train_iters: int) -> Objective:
                      kd_weight=kd_weight, ce_weight=ce_weight, top_k_mode=loss.top_k_mode)
 
 
-def teacher_of(rows: RowBlock | TopKBlock, head: TeacherHead | None, selection: RowSelection, device: torch.device) -> Teacher:
-    """A source's rows as the loss's teacher, in the selection's order, on `device`."""
-    index_N = align(rows, selection)
+def teacher_of(rows: RowBlock | TopKBlock, head: TeacherHead | None, selection: RowSelection, call: HeadCall) -> Teacher:
+    """A source's rows as the loss's teacher, in the selection's order, on the call's device."""
+    device, own_rows = call.hidden_pbH.device, isinstance(rows, RowBlock) and rows.is_share
+    assert call.is_sequence_parallel or not own_rows, "a share of the rows belongs to sequence parallelism"
+    index_N = align(rows, selection.row_ids_of_rank(call.tp_group.rank(), call.tp_group.size()) if own_rows else selection.row_ids_N)
 
     def pick(tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor if index_N is None else tensor.index_select(0, to_device(index_N, tensor.device)), device)
@@ -38,34 +41,31 @@ def teacher_of(rows: RowBlock | TopKBlock, head: TeacherHead | None, selection: 
     if isinstance(rows, TopKBlock):
         return TopKTeacher(ids_NK=pick(rows.ids_NK), log_probs_NK=pick(rows.log_probs_NK), tail_N=pick(rows.tail_N))
     assert head is not None, "hidden rows without the teacher's head"
-    return HiddenTeacher(rows_NH=pick(rows.hidden_NH).to(head.weight_VH.dtype), head_VH=head.weight_VH, bias_V=head.bias_V, transform=head.transform)
+    return HiddenTeacher(rows_NH=pick(rows.hidden_NH).to(head.weight_VH.dtype), head_VH=head.weight_VH, bias_V=head.bias_V, transform=head.transform, own_rows=own_rows)
 
 
-def check_finite(teacher: Teacher, source: str, where: str) -> None:
+def check_finite(finite: torch.Tensor, source: str, where: str) -> None:
     """NonFiniteTeacher naming `source`, `where` and the number of rows. Waits for the device: for CPU tensors, where that is free."""
-    finite = finite_rows(teacher)
     num_bad = int((~finite).sum())
     if num_bad:
         raise NonFiniteTeacher(rule(f"rows of {source} with NaN or infinity", num_bad, f"must be 0 of {finite.numel()} ({where})",
                                     "Check the teacher's checkpoint and dtype, or set loss.on_nonfinite=drop_rows"))
 
 
-def counted_weights(teacher: Teacher, selection: RowSelection, loss: LossConfig, device: torch.device) -> torch.Tensor:
-    """[N] weights that the denominator counts: the loss mask's, without rows that on_nonfinite: drop_rows leaves out."""
-    weights_N = to_device(selection.weights_N, device)
-    if loss.on_nonfinite != "drop_rows":
-        return weights_N
-    return weights_N * to_device(finite_rows(teacher), device)
-
-
-def finite_rows(teacher: Teacher) -> torch.Tensor:
-    """bool [N]: rows of the teacher without NaN or infinity."""
-    return torch.isfinite(teacher.rows_NH if isinstance(teacher, HiddenTeacher) else teacher.tail_N[:, None]).all(dim=-1)
+def finite_rows(teacher: Teacher, selection: RowSelection, call: HeadCall) -> torch.Tensor:
+    """bool [N]: rows of the teacher without NaN or infinity, the same on every tensor-parallel rank; a collective where each holds its own rows."""
+    finite = torch.isfinite(teacher.rows_NH if isinstance(teacher, HiddenTeacher) else teacher.tail_N[:, None]).all(dim=-1)
+    if not (isinstance(teacher, HiddenTeacher) and teacher.own_rows and selection.row_ids_N.numel()):
+        return finite
+    return gather_row_values(finite.float(), call.tp_group, selection.rows_per_rank(call.tp_group.size())) > 0
 
 
 def fused_loss(call: HeadCall, selection: RowSelection, teacher: Teacher | None, objective: Objective, vocab: VocabSpec, loss: LossConfig, flags: DeviceFlags,
-               hidden_term: HiddenTerm | None = None) -> tuple[KDOutput, dict[str, torch.Tensor]]:
-    """Losses of the selected rows, [N], with gradients formed for weights `selection.weights_N`; and extra terms by name, differentiable [N]."""
+               hidden_term: HiddenTerm | None = None, finite_N: torch.Tensor | None = None) -> tuple[KDOutput, dict[str, torch.Tensor]]:
+    """Losses of the selected rows, [N], with gradients formed for weights `selection.weights_N`; and extra terms by name, differentiable [N].
+
+    `finite_N`: finite_rows where on_nonfinite is drop_rows: the hidden term leaves out the others.
+    """
     flat = call.hidden_pbH.reshape(-1, call.hidden_pbH.shape[-1])
     device, tp = flat.device, call.tp_group.size()
     group, rows_per_rank = call.tp_group if tp > 1 else None, selection.rows_per_rank(tp) if call.is_sequence_parallel else None
@@ -78,11 +78,10 @@ def fused_loss(call: HeadCall, selection: RowSelection, teacher: Teacher | None,
                           on_nonfinite=loss.on_nonfinite, flags=flags, window_rows=loss.window_rows, backend=loss.backend)
     if hidden_term is None:
         return out, {}
-    rows_NH, finite_N = teacher.rows_NH.clone(), None  # its backward reads them when the source has long taken its memory back
-    if loss.on_nonfinite == "drop_rows":
-        finite_N = finite_rows(teacher)
-        rows_NH = torch.where(finite_N[:, None], rows_NH, 0.0)
-    value_N = hidden_term(flat, rows_NH, tp_group=group, rows_per_rank=rows_per_rank)
+    rows_NH = teacher.rows_NH.clone()  # its backward reads them when the source has long taken its memory back
+    if finite_N is not None:
+        rows_NH = torch.where(torch.isfinite(rows_NH).all(dim=1, keepdim=True), rows_NH, 0.0)
+    value_N = hidden_term(flat, rows_NH, tp_group=group, rows_per_rank=rows_per_rank, own_teacher_rows=teacher.own_rows)
     return out, {"hidden loss": value_N if finite_N is None else torch.where(finite_N, value_N, 0.0)}
 
 

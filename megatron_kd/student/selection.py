@@ -41,8 +41,14 @@ class RowSelection:
     def of_rank(self, tp_rank: int, tp_size: int) -> torch.Tensor:
         """int64 index of this rank's rows into its own flattened part [t / tp, b]."""
         part = self.num_positions // tp_size
-        mine = (self.hidden_index_N >= tp_rank * part) & (self.hidden_index_N < (tp_rank + 1) * part)
-        return self.hidden_index_N[mine] - tp_rank * part
+        return self.hidden_index_N[self._of(tp_rank, part)] - tp_rank * part
+
+    def row_ids_of_rank(self, tp_rank: int, tp_size: int) -> torch.Tensor:
+        """int64 row ids of the rows in that rank's part of the sequence, in the selection's order."""
+        return self.row_ids_N[self._of(tp_rank, self.num_positions // tp_size)]
+
+    def _of(self, tp_rank: int, part: int) -> torch.Tensor:
+        return (self.hidden_index_N >= tp_rank * part) & (self.hidden_index_N < (tp_rank + 1) * part)
 
 
 def select_rows(block: TokenBlock, cp_group: dist.ProcessGroup) -> RowSelection:
@@ -65,14 +71,14 @@ def _selection(row_ids_bt: torch.Tensor, mask_bt: torch.Tensor) -> RowSelection:
                         num_positions=mask.numel())
 
 
-def align(rows: RowBlock | TopKBlock, selection: RowSelection) -> torch.Tensor | None:
-    """int64 index [N] that brings a source's rows into the selection's order; None where they are in it already.
+def align(rows: RowBlock | TopKBlock, row_ids_N: torch.Tensor) -> torch.Tensor | None:
+    """int64 index [N] that brings a source's rows into the order of the selection's row_ids_N; None where they are in it already.
 
     The source may hold more rows than this rank needs (a whole micro-batch under context parallelism), never fewer.
     """
-    if rows.row_ids_N.numel() == selection.row_ids_N.numel() and torch.equal(rows.row_ids_N, selection.row_ids_N):
+    if rows.row_ids_N.numel() == row_ids_N.numel() and torch.equal(rows.row_ids_N, row_ids_N):
         return None
-    index_N = torch.searchsorted(rows.row_ids_N, selection.row_ids_N)
+    index_N = torch.searchsorted(rows.row_ids_N, row_ids_N)
     found = rows.row_ids_N[index_N.clamp(max=max(rows.row_ids_N.numel() - 1, 0))] if rows.row_ids_N.numel() else index_N
-    assert torch.equal(found, selection.row_ids_N), "a target source returned rows of another micro-batch"
+    assert torch.equal(found, row_ids_N), "a target source returned rows of another micro-batch"
     return index_N

@@ -1,11 +1,13 @@
 """StreamedSource: teacher rows that come from replicas in worlds of their own, behind the interface of student/targets.py.
 
-Owns the joining of the stream to Megatron's ranks: global rank 0 hosts the rendezvous, ranks of the last stage receive, tensor-parallel
-ranks that each received 1/tp of the rows join them in one all-gather, the degraded mode is agreed by all ranks of the last stage.
+Owns the joining of the stream to Megatron's ranks: global rank 0 hosts the rendezvous, ranks of the last stage receive, the degraded mode
+is agreed by all ranks of the last stage. Each tensor-parallel rank receives a share of the rows: under sequence parallelism those of its own
+positions, which the loss gathers window by window; without it equal shares, joined here in one all-gather.
 """
 
 import logging
 import socket
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -30,19 +32,20 @@ logger = logging.getLogger(__name__)
 class StreamedSource:
     """TargetSource over a Receiver; on ranks of other stages it only keeps the rendezvous alive, if it is theirs."""
 
-    def __init__(self, *, receiver: Receiver | None, hub: Hub | None, groups: Groups, spread: bool, degrade: bool):
-        self._receiver, self._hub, self._groups = receiver, hub, groups
-        self._joins, self._degrade = spread and groups.tp.size() > 1, degrade
+    def __init__(self, *, receiver: Receiver | None, hub: Hub | None, groups: Groups, sequence_parallel: bool, degrade: bool):
+        self._receiver, self._hub, self._groups, self._degrade = receiver, hub, groups, degrade
+        self._shares, self._joins = groups.tp.size() > 1 and sequence_parallel, groups.tp.size() > 1 and not sequence_parallel
 
     def post(self, block: TokenBlock) -> None:
         """Ask for the rows of `block`."""
         self._receiver.post(block)
 
     def take(self, block: TokenBlock) -> RowBlock | None:
-        """This context-parallel rank's rows, ascending in row id. None only in the degraded mode: no rank has them, train on CE alone.
+        """This context-parallel rank's rows, ascending in row id; under sequence parallelism this rank's share of them. None only in the
+        degraded mode: no rank has them, train on CE alone.
 
-        Collective over tp where rows are spread, over the last stage in the degraded mode. Errors: TeacherStalled, TeacherLost, and
-        those of the stream.
+        Collective over tp without sequence parallelism, over the last stage in the degraded mode. Errors: TeacherStalled, TeacherLost,
+        and those of the stream.
         """
         rows, missing = None, None
         try:
@@ -56,7 +59,7 @@ class StreamedSource:
                 logger.warning("%s is trained without its teacher: %s", block.key, missing)
             self._receiver.give_up(block)
             return None
-        return self._join(block, rows) if self._joins else rows
+        return self._join(block, rows) if self._joins else replace(rows, is_share=self._shares)
 
     def release(self, block: TokenBlock) -> None:
         """The rows of `block` are used up."""
@@ -113,14 +116,19 @@ def streamed_targets(request: SourceRequest) -> Targets:
         assert head_text(head) == identity.head_transform
         receiver = Receiver(student_spec(request, identity, token, address), NixlInbox())
         receiver.wait_for_teachers(stream.replicas)
-    source = StreamedSource(receiver=receiver, hub=hub, groups=groups, spread=groups.tp.size() > 1, degrade=stream.on_teacher_loss == "ce_only")
+    source = StreamedSource(receiver=receiver, hub=hub, groups=groups, sequence_parallel=is_sequence_parallel(request), degrade=stream.on_teacher_loss == "ce_only")
     return Targets(source=source, head=head, name="the streamed teacher", ahead=stream.ring_depth - 1)
+
+
+def is_sequence_parallel(request: SourceRequest) -> bool:
+    """Whether the student's tensor-parallel ranks each hold a part of the sequence."""
+    return bool(request.student_lm.config.sequence_parallel)
 
 
 def student_spec(request: SourceRequest, identity: Identity, token: bytes, address: tuple[str, int]) -> StudentSpec:
     """What this rank of the last stage brings to the stream."""
     stream, groups = request.stream, request.groups
-    side = Side(tp=groups.tp.size(), cp=groups.cp.size())
+    side = Side(tp=groups.tp.size(), cp=groups.cp.size(), sequence_parallel=is_sequence_parallel(request))
     return StudentSpec(rendezvous=address, token=token, bind=stream.bind, dp_rank=groups.dp.rank(), side=side, rank=groups.cp.rank() * side.tp + groups.tp.rank(),
                        spread=side.tp > 1, hidden_size=identity.hidden_size, head_transform=identity.head_transform, wire_dtype=stream.rows,
                        fingerprint=identity.fingerprint, head_digest=identity.head_digest, sequence_length=request.seq_length, ring_depth=stream.ring_depth,

@@ -57,8 +57,11 @@ def sequence_parallel_cases(rank, world):
     base = check.Case(name="sp", objective=Objective(ce_weight=0.3), **CAPPED)
     even = tuple(29 // world + (r < 29 % world) for r in range(world))
     shares = [even, (29,) + (0,) * (world - 1), (0,) * (world - 1) + (29,), (1,) * (world - 1) + (30 - world,)]
-    found = [f for share in shares for dw_windows in (1, 3) for f in failures(base, world, rows_per_rank=share, dw_windows=dw_windows)]
+    found = [f for share in shares for dw_windows in (1, 3) for f in failures(base, world, rows_per_rank=share, dw_windows=dw_windows, own_teacher_rows=dw_windows == 3)]
     found += failures(replace(base, objective=Objective(divergence="jsd")), world, rows_per_rank=even)
+    found += failures(replace(base, objective=Objective(divergence="jsd"), dtype=torch.bfloat16), world, rows_per_rank=even, own_teacher_rows=True)
+    found += failures(replace(base, num_rows=0), world, rows_per_rank=(0,) * world, own_teacher_rows=True)
+    found += failures(base, world, rows_per_rank=even, own_teacher_rows=True, gradients="in_backward")
     found += failures(replace(base, signal="top_k"), world, rows_per_rank=even, window_rows=29)
     found += failures(replace(base, signal="logits", dtype=torch.bfloat16), world, rows_per_rank=even)
     found += failures(replace(base, num_rows=0), world, rows_per_rank=(0,) * world)
@@ -76,8 +79,21 @@ def random_masks(rank, world):
     for _ in range(8):
         share = tuple(torch.randint(0, 12, (world,), generator=gen).tolist())
         case = check.Case(name="random", num_rows=sum(share), weights="ones", objective=Objective(ce_weight=0.3))
-        found += failures(case, world, rows_per_rank=share, window_rows=int(torch.randint(1, 9, (1,), generator=gen)))
+        found += failures(case, world, rows_per_rank=share, window_rows=int(torch.randint(1, 9, (1,), generator=gen)), own_teacher_rows=True)
     return found
+
+
+def own_and_all_teacher_rows(rank, world):
+    """Whether a rank's results are the same bits whether it was given all teacher rows or its own."""
+    case = check.Case(name="bits", dtype=torch.bfloat16, objective=Objective(ce_weight=0.3), **CAPPED)
+    tensors, shares = check.build(case), (20,) + (9,) + (0,) * (world - 2)
+    results = [check.actual(case, tensors, group=dist.group.WORLD, rows_per_rank=shares, own_teacher_rows=own).parts() for own in (False, True)]
+    return [name for name, tensor in results[0].items() if not torch.equal(tensor, results[1][name])]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_teacher_rows_gathered_by_window_give_the_same_bits_as_whole_ones(ranks, world):
+    assert ranks.run(own_and_all_teacher_rows, world, timeout_s=60) == [[]] * world
 
 
 def test_random_masks_under_sequence_parallelism(ranks):
@@ -107,12 +123,14 @@ def collectives(rank, world):
         setattr(dist, name, lambda *a, _name=name, **k: (calls.append((_name, a[0].numel())), originals[_name](*a, **k))[1])
     try:
         counts = []
-        for share in ((13, 0), (0, 0)):
+        for share, own_rows in (((13, 0), False), ((13, 0), True), ((0, 0), True)):
             case = check.Case(name="count", num_rows=sum(share), weights="ones", objective=Objective(divergence="jsd"))
             tensors, vocab = check.build(case), VocabSpec(true_size=203, student_padded=240, teacher_padded=216, tp=world)
             own = slice(0, 13) if rank == 0 else slice(13, 13)
             x, head = tensors["x"][own].clone().requires_grad_(), tensors["head"][slice(*vocab.shard_range(rank))].clone().requires_grad_()
-            out = fused_linear_kd(x, head, check.teacher_for(case, tensors, vocab, rank), vocab=vocab, objective=case.objective, tp_group=dist.group.WORLD,
+            teacher = check.teacher_for(case, tensors, vocab, rank)
+            teacher = replace(teacher, rows_NH=teacher.rows_NH[own], own_rows=True) if own_rows else teacher
+            out = fused_linear_kd(x, head, teacher, vocab=vocab, objective=case.objective, tp_group=dist.group.WORLD,
                                   rows_per_rank=share, window_rows=5)
             out.loss_N.sum().backward()
             counts.append((list(calls), head.grad is not None, tuple(x.grad.shape)))
@@ -126,19 +144,21 @@ def collectives(rank, world):
 def test_ranks_without_a_row_run_the_same_collectives(ranks):
     first, second = ranks.run(collectives, 2)
     assert [calls for calls, _, _ in first] == [calls for calls, _, _ in second]
-    assert len(first[0][0]) == 3 * 4 and first[1][0] == []
-    assert [(has, shape) for _, has, shape in second] == [(True, (0, 24)), (True, (0, 24))]
+    assert [len(calls) for calls, _, _ in first] == [3 * 4, 3 * 5, 0]
+    assert [(has, shape) for _, has, shape in second] == [(True, (0, 24))] * 3
 
 
 def peaks(rank, world):
-    """(tracked peak, closed form) of one call under tensor parallelism, plain and sequence-parallel."""
+    """(tracked peak, closed form) of one call under tensor parallelism, plain and sequence-parallel, the latter with the teacher's rows whole and spread."""
     found = []
-    for sp in (False, True):
-        shape = LossShape(num_rows=256, num_columns=4096, hidden_s=128, hidden_t=96, dtype_bytes=4, tp=world, sequence_parallel=sp, window_rows=64, device_type="cpu")
+    for sp, own in ((False, False), (True, False), (True, True)):
+        hidden_t = 1024 if own else 96
+        shape = LossShape(num_rows=256, num_columns=4096, hidden_s=128, hidden_t=hidden_t, dtype_bytes=4, tp=world, sequence_parallel=sp, own_teacher_rows=own,
+                          window_rows=64, device_type="cpu")
         vocab = VocabSpec(true_size=4096 * world, student_padded=4096 * world, teacher_padded=4096 * world, tp=world)
         x = torch.randn(256 // world if sp else 256, 128).requires_grad_()
         head, keeper = torch.randn(4096, 128).requires_grad_(), HeadGradient(lambda dw_VH, c: None)
-        teacher = HiddenTeacher(rows_NH=torch.randn(256, 96), head_VH=torch.randn(4096, 96))
+        teacher = HiddenTeacher(rows_NH=torch.randn(256 // world if own else 256, hidden_t), head_VH=torch.randn(4096, hidden_t), own_rows=own)
         keeper.release(keeper.acquire(head))
         weights, labels = torch.ones(256), torch.arange(256)
         with TrackedAllocations() as seen:
@@ -164,6 +184,7 @@ def hidden_term_sp(rank, world):
     x_whole, x_own = x.clone().requires_grad_(), x[own].clone().requires_grad_()
     want = whole(x_whole, t)
     got = part(x_own, t, tp_group=dist.group.WORLD, rows_per_rank=share)
+    torch.testing.assert_close(part(x_own, t[own], tp_group=dist.group.WORLD, rows_per_rank=share, own_teacher_rows=True), got, rtol=0, atol=0)
     (weights * want).sum().backward()
     (weights * got).sum().backward()
     dist.all_reduce(part.projection.grad)

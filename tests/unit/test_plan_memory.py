@@ -106,6 +106,10 @@ def test_loss_and_ring_bytes_are_those_of_the_allocating_code():
     assert sum(entry.bytes for entry in stage.items if entry.name.startswith("loss: ")) == call_bytes(loss_shape(streamed))
     assert item(stage, "head gradient scratch fp32") == head_gradient_bytes(64128, 3072) == 64128 * 3072 * 4
     assert item(stage, "ring of 3 slots") == ring_bytes(3, b=1, s=8192, hidden_size=4096, tp=2) == 3 * 4096 * 4096 * 2
+    assert item(stage, "loss: teacher rows of other ranks") == (1 + 2) * 2048 * 4096 * 2, "of a window of 4096 rows, one half sent and two received"
+    assert not any(entry.name == "teacher rows of the micro-batch" for entry in stage.items)
+    replicated = student_stage(job(placement="streamed", layout=ParallelLayout(tp=2), teacher_layout=two), 0)
+    assert item(replicated, "teacher rows of the micro-batch") == 8192 * 4096 * 2, "without sequence parallelism they are joined before the loss"
     teacher = all_stages(streamed)[-1]
     assert item(teacher, "send buffer") == staging_bytes(1, 8192, 4096, tp=2, student_tp=2)
 

@@ -13,6 +13,8 @@ LAYOUTS = [
     (Side(tp=3), Side(tp=2, sequence_parallel=True)),
     (Side(tp=2, cp=2), Side()),
     (Side(), Side(tp=2, cp=2, sequence_parallel=True)),
+    (Side(tp=2, sequence_parallel=True), Side(tp=3)),
+    (Side(tp=3, cp=2, sequence_parallel=True), Side(tp=2, cp=3, cp_order="contiguous", sequence_parallel=True)),
     (Side(tp=2, cp=2), Side(tp=2, cp=3, cp_order="contiguous", sequence_parallel=True)),
     (Side(cp=2, cp_order="contiguous"), Side(cp=2)),
 ]
@@ -53,8 +55,11 @@ def test_every_row_arrives_once_where_it_is_owned_from_where_it_is_held(student,
         for cp_rank in range(student.cp):
             group = slots[cp_rank * student.tp:(cp_rank + 1) * student.tp]
             want = row_ids[student_owner[row_ids % s] == cp_rank]
-            for got in ([np.concatenate(group)] if spread else group):
+            for got in ([np.sort(np.concatenate(group))] if spread else group):
                 assert np.array_equal(got, want)
+            if spread and student.sequence_parallel:
+                parts = np.flatnonzero(student_owner == cp_rank).reshape(student.tp, -1)
+                assert all(np.isin(slot % s, part).all() for slot, part in zip(group, parts, strict=True)), "a row is not where its position is"
 
 
 def test_zigzag_gives_first_and_last_chunk_to_rank_0_and_contiguous_gives_halves():
