@@ -159,7 +159,7 @@ def _target_items(job: Job) -> list[Item]:
         return own + [Item(name="held teacher rows", bytes=held.bytes * ahead, group="targets")]
     if job.placement == "streamed":
         ring = stream_sizes.ring_bytes(job.ring_depth, b=job.micro_batch, s=job.seq, hidden_size=job.teacher.hidden, tp=layout.tp, cp=layout.cp)
-        gathered = [held] if layout.tp > 1 and not layout.sequence_parallel else []  # sequence parallelism: the loss gathers windows of them
+        gathered = [held] if layout.tp > 1 and not own_teacher_rows(job) else []  # one slot is the whole micro-batch where tp == 1
         return [_head(job), Item(name=f"ring of {job.ring_depth} slots", bytes=ring, group="targets"), *gathered]
     return [_head(job), held]
 
@@ -254,16 +254,19 @@ def _moments(job: Job, stage: int) -> dict[str, list[Item]]:
     return moments
 
 
+def own_teacher_rows(job: Job) -> bool:
+    """Whether each tensor-parallel rank holds the teacher's rows of its own positions alone, and the fused loss gathers windows of them."""
+    return job.placement == "streamed" and job.loss == "fused" and job.layout.sequence_parallel
+
+
 def loss_shape(job: Job) -> loss_sizes.LossShape:
     """The fused loss's call of one micro-batch."""
     top_k = job.placement == "cached" and job.payload == "topk"
     return loss_sizes.LossShape(
         num_rows=job.local_rows, num_columns=shard_columns(job), hidden_s=job.student.hidden, hidden_t=0 if top_k else job.teacher.hidden,
         dtype_bytes=job.dtype_bytes, signal="top_k" if top_k else "hidden", top_k=job.top_k if top_k else 0, divergence=job.divergence,
-        tp=job.layout.tp,
-        sequence_parallel=job.layout.sequence_parallel,
-        own_teacher_rows=job.placement == "streamed" and job.layout.sequence_parallel and job.layout.tp > 1, window_rows=job.window_rows, device_type="cuda" if job.kernels == "te" else "cpu",
-        freeze_head=not job.trains_head)
+        tp=job.layout.tp, sequence_parallel=job.layout.sequence_parallel, own_teacher_rows=own_teacher_rows(job), window_rows=job.window_rows,
+        device_type="cuda" if job.kernels == "te" else "cpu", freeze_head=not job.trains_head)
 
 
 def _loss_items(job: Job) -> list[Item]:
@@ -276,6 +279,9 @@ def _loss_items(job: Job) -> list[Item]:
     if job.row_share < 1:  # a copy of the rows whose loss mask is on
         parts = job.layout.tp if job.layout.sequence_parallel else 1
         items.append(Item(name="selected student rows", bytes=job.local_rows * job.student.hidden * job.dtype_bytes // parts, group="loss"))
+    if job.micro_batch > 1 and shape.signal == "hidden" and job.placement != "cached":  # sources order rows by sequence, Megatron by position
+        parts = job.layout.tp if shape.own_teacher_rows else 1
+        items.append(Item(name="teacher rows in the student's order", bytes=job.local_rows * job.teacher.hidden * job.dtype_bytes // parts, group="loss"))
     return items
 
 
