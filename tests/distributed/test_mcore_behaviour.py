@@ -1,5 +1,7 @@
 """What attach promises around the step: resume, checkpoints, weights, extra term, broken teachers, refusals. Tiny models on the CPU runtime."""
 
+import contextlib
+
 import pytest
 
 LOSS = {"kd_weight": 0.7, "ce_weight": 0.3, "temperature": 2.0}
@@ -148,6 +150,50 @@ def test_drop_rows_trains_on_the_finite_rows_alone(megatron_ranks, models):
     worst, moved, ours, dense = megatron_ranks.run(dropped_against_dense, 1, run=run_of(models, teacher=models["teacher_nan"]), loss=LOSS)[0]
     assert moved > 1e-3 and worst < 2e-6
     assert ours[0][0]["total loss"] == pytest.approx(dense[0][0]["total loss"], rel=1e-5)
+
+
+@contextlib.contextmanager
+def shares():
+    """Inside, the colocated teacher gives each rank the rows of its own positions alone, as the streamed one does under sequence parallelism."""
+    from dataclasses import replace
+
+    from megatron_kd.student.colocated import ColocatedSource
+    from megatron_kd.teacher.forward import hidden_rows
+
+    take = ColocatedSource.take
+    ColocatedSource.take = lambda source, block: replace(hidden_rows(source._lm, block, gather=False), is_share=True)
+    try:
+        yield
+    finally:
+        ColocatedSource.take = take
+
+
+def whole_and_shared(rank, world, runs, loss):
+    """Results of `distil` with whole rows on each rank, and with shares."""
+    whole = distil(rank, world, runs, loss)
+    with shares():
+        return whole, distil(rank, world, runs, loss)
+
+
+def failure_of_shares(rank, world, run, loss):
+    """As failure_of, with shares."""
+    with shares():
+        return failure_of(rank, world, run, loss)
+
+
+def test_shares_of_teacher_rows_train_as_whole_rows_do_bit_for_bit(megatron_ranks, models):
+    """Masks of every kind, micro-batches without a row, the hidden term, and broken rows that drop_rows leaves out."""
+    import torch
+
+    from megatron_kd.config.schema import HiddenTermConfig
+
+    runs = [run_of(models, tp=2, sp=True, teacher=models["teacher_nan"], iters=2)]
+    loss = {**LOSS, "on_nonfinite": "drop_rows", "hidden_term": HiddenTermConfig(kind="cosine", weight=0.5), "window_rows": 16}
+    for ((whole, whole_after, before),), ((shared, shared_after, _),) in megatron_ranks.run(whole_and_shared, 2, timeout_s=120, runs=runs, loss=loss):
+        assert whole == shared and all(torch.equal(shared_after[name], value) for name, value in whole_after.items())
+        assert any(not torch.equal(before[name], value) for name, value in whole_after.items())
+    for kind, text in megatron_ranks.run(failure_of_shares, 2, timeout_s=60, run=runs[0], loss=LOSS):
+        assert kind == "NonFiniteTeacher" and "drop_rows" in text, "on every rank, whoever holds the broken rows"
 
 
 REFUSED = {  # settings of cfg -> the setting that the error names
