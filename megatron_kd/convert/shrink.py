@@ -165,7 +165,7 @@ def _train(recipe: Recipe, iters: int, dp: int, notes: list[str]) -> dict:
     train = _changed(recipe.train, skip=("warmup_iters", "rampup_batch", "recompute", "wandb_project", "mlflow_experiment", "eval_interval"))
     if recipe.train.recompute != "none":
         notes.append(f"recompute {recipe.train.recompute}: it needs nothing that a tiny model has")
-    return train | {"iters": iters, "micro_batch": 1, "global_batch": 2 * dp, "save_interval": 1, "eval_iters": 1, "warmup_iters": 0, "lr": 1e-3, "min_lr": 0.0,
+    return train | {"iters": iters, "micro_batch": 1, "global_batch": 2 * dp, "save_interval": 1, "eval_iters": min(1, recipe.train.eval_iters), "warmup_iters": 0, "lr": 1e-3, "min_lr": 0.0,
                     "log_interval": 1, "threads_per_rank": 1}
 
 

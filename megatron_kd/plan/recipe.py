@@ -91,7 +91,7 @@ def recipe_dict(job: Job, *, student: str, teacher: str) -> dict[str, Any]:
         "student": {"model": HUB.get(student, student), "layout": _layout_dict(job.layout)},
         "teacher": {"model": HUB.get(teacher, teacher), "placement": job.placement},
         "data": {"kind": "mock", "seq_length": job.seq},
-        "train": {"iters": 100, "global_batch": job.global_batch, "micro_batch": job.micro_batch, "recompute": job.recompute,
+        "train": {"iters": 10, "global_batch": job.global_batch, "micro_batch": job.micro_batch, "recompute": job.recompute,
                   "distributed_optimizer": job.distributed_optimizer},
     }
     if job.window_rows is not None:
@@ -110,7 +110,7 @@ def emit(job: Job, path: str | Path, *, student: str, teacher: str) -> Recipe:
     recipe = build(content, source=str(path))
     head = (f"# Written by `megatron-kd plan --emit` for {job.num_gpus} x {job.gpu.name}: student {job.layout.describe()}"
             + (f", teacher {job.teacher_replicas} x ({job.teacher_shard.describe()})" if job.placement == "streamed" else "") + ".\n"
-            "# Data is mock ids: set data.kind and its paths before training.\n")
+            "# Ten steps on mock ids: set data.kind with its paths, and train.iters, before training.\n")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
