@@ -41,6 +41,8 @@ class Entry:
     asked_s: float = 0.0
     awaiting: set[int] = field(default_factory=set)
     """Ranks whose answer to a revocation is outstanding."""
+    withdrawn: set[int] = field(default_factory=set)
+    """Ranks that have given the block up; the others will."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,7 +58,7 @@ class Teacher:
 
 
 class Asker:
-    """`local` is the receiver of this process: it offers `lock`, `local_revoke`, `local_absolve`, `fail` and `agree`."""
+    """`local` is the receiver of this process: it offers `lock`, `local_revoke`, `local_drop`, `local_absolve`, `replicas_are`, `fail` and `agree`."""
 
     def __init__(self, spec: StudentSpec, local, counters: health.Counters, trace: Trace | None = None):
         self._spec, self._local, self._counters, self._trace = spec, local, counters, trace
@@ -87,8 +89,24 @@ class Asker:
             self._local.fail(TeacherError(rule("token hash by student rank", {r: f"{h:#x}" for r, h in hashes.items()}, f"all ranks of a replica must post the same block {seq}",
                                                "Their data iterators differ")))
             return
-        if len(entry.posted) == self._spec.side.num_ranks and not entry.need:
+        if len(entry.posted) == self._spec.side.num_ranks and not entry.need and not entry.withdrawn:
             del self._entries[lane][seq]
+        self._pump()
+
+    def withdrawn(self, rank: int, lane: int, seq: int) -> None:
+        """Rank `rank` has given block `seq` up."""
+        entry = self._entries[lane].setdefault(seq, Entry())
+        entry.withdrawn.add(rank)
+        self._drop_withdrawn(lane, seq, entry)
+
+    def _drop_withdrawn(self, lane: int, seq: int, entry: Entry) -> None:
+        """Forget a block that every rank has given up, unless a replica may still write its rows."""
+        if len(entry.withdrawn) < self._spec.side.num_ranks or entry.owner is not None or entry.awaiting:
+            return
+        del self._entries[lane][seq]
+        for peer in self._peers.values():
+            peer.send({"t": "drop", "lane": lane, "seq": seq})
+        self._local.local_drop(lane, seq)
         self._pump()
 
     def _pump(self) -> None:
@@ -96,7 +114,7 @@ class Asker:
             for seq in sorted(entries):
                 entry = entries[seq]
                 complete = len(entry.posted) == self._spec.side.num_ranks and entry.block is not None
-                if entry.owner is None and complete and not entry.awaiting and seq - self._spec.ring_depth not in entries:
+                if entry.owner is None and complete and not entry.awaiting and not entry.withdrawn and seq - self._spec.ring_depth not in entries:
                     self._ask(lane, seq, entry)
 
     def _ask(self, lane: int, seq: int, entry: Entry) -> None:
@@ -117,8 +135,17 @@ class Asker:
         self._counters.teacher_idle_s += float(message["idle_s"])
         if key in teacher.outstanding:
             teacher.outstanding.discard(key)
-            del self._entries[key[0]][key[1]]
-            self._pump()
+            self._answered(*key)
+
+    def _answered(self, lane: int, seq: int) -> None:
+        """Nothing is owed for block `seq` any more. A block that some ranks have given up stays until all have."""
+        entry = self._entries[lane][seq]
+        entry.owner = None
+        if entry.withdrawn:
+            self._drop_withdrawn(lane, seq, entry)
+        else:
+            del self._entries[lane][seq]
+        self._pump()
 
     def _lose(self, teacher: Teacher, reason: str, *, dead: bool, error: type[KDError] = TeacherLost) -> None:
         """Forget a replica and take back what it owed. `dead`: its sockets closed, so its world ends; else it may be only silent."""
@@ -141,6 +168,7 @@ class Asker:
                     self.revoked(LOCAL_RANK, lane, seq, self._local.local_revoke(lane, seq, teacher.incarnation))
                 else:
                     self._peers[rank].send({"t": "revoke", "lane": lane, "seq": seq, "owner": teacher.incarnation})
+        self._tell_members()
         self._pump()
 
     def revoked(self, rank: int, lane: int, seq: int, grant: tuple[int, bytes] | None) -> None:
@@ -153,9 +181,13 @@ class Asker:
             entry.need.discard(rank)
         else:
             entry.posted[rank] = (entry.posted[rank][0], *grant)
-        if not entry.awaiting:
-            if not entry.need:
-                del self._entries[lane][seq]
+        if entry.awaiting:
+            return
+        if not entry.need:
+            self._answered(lane, seq)
+        elif entry.withdrawn:
+            self._drop_withdrawn(lane, seq, entry)
+        else:
             self._pump()
 
     def describe(self) -> str:
@@ -200,6 +232,7 @@ class Asker:
             for peer in self._peers.values():
                 peer.send({"t": "agree", "agreement": agreement.as_dict()})
             self.teachers[teacher.name] = teacher
+            self._tell_members()
             self._pump()
             self._local.lock.notify_all()
         self._follow_teacher(teacher)
@@ -223,6 +256,7 @@ class Asker:
                         raise WireError(rule(f"message from {teacher.name}", message["t"], "must be done, error, leave or pong", "Use the same megatron_kd on both sides"))
                     if teacher.leaving and not teacher.outstanding:
                         self.teachers.pop(teacher.name, None)
+                        self._tell_members()
                         return
         except Exception as e:  # noqa: BLE001 -- whatever ended the session, what the replica owes must be asked again
             reason, dead = f"its connection broke ({e})", isinstance(e, PeerClosed)
@@ -255,13 +289,16 @@ class Asker:
     def _on_peer(self, rank: int, message: dict) -> None:
         if message["t"] == "failed":
             raise WireError(message["text"])
+        if message["t"] == "withdrawn":
+            self.withdrawn(rank, int(message["lane"]), int(message["seq"]))
+            return
         grant = (int(message["generation"]), message["blobs"][0]) if message["blobs"] else None
         if message["t"] == "posted":
             self.posted(rank, int(message["lane"]), int(message["seq"]), int(message["hash"]), int(message["num_rows"]), grant)
         elif message["t"] == "revoked":
             self.revoked(rank, int(message["lane"]), int(message["seq"]), grant)
         else:
-            raise WireError(rule(f"message of student rank {rank}", message["t"], "must be posted, revoked or failed", "Use the same megatron_kd on both sides"))
+            raise WireError(rule(f"message of student rank {rank}", message["t"], "must be posted, withdrawn, revoked or failed", "Use the same megatron_kd on both sides"))
 
     def _watch(self) -> None:
         interval_s = min(0.5, self._spec.heartbeat_s / 2)
@@ -286,12 +323,17 @@ class Asker:
                     self._lose(teacher, f"a request is unanswered after {now - oldest:.1f} s (limit {spec.answer_deadline_s} s)", dead=False, error=TeacherStalled)
                 else:
                     teacher.session.send({"t": "ping"})
-            stats = {"t": "stats", "num_replicas": len(self.teachers), "counters": {name: getattr(self._counters, name) for name in health.REPLICA_COUNTERS}}
-            for peer in self._peers.values():
-                peer.send(stats)
+            self._tell_members()
             for due_s, incarnation in [item for item in self._absolve_at if item[0] <= now]:
                 self._absolve_at.remove((due_s, incarnation))
                 self._absolve(incarnation)
+
+    def _tell_members(self) -> None:
+        """How many replicas there are, to every rank of this student replica, with what only this rank can count."""
+        stats = {"t": "stats", "num_replicas": len(self.teachers), "counters": {name: getattr(self._counters, name) for name in health.REPLICA_COUNTERS}}
+        for peer in self._peers.values():
+            peer.send(stats)
+        self._local.replicas_are(len(self.teachers))
 
     def _absolve(self, incarnation: str) -> None:
         self._local.local_absolve(incarnation)

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_kd import errors
 from megatron_kd.errors import KDError, TeacherError, TeacherLost, TeacherStalled, WireError, rule
 from megatron_kd.rows import RowBlock, TokenBlock
-from megatron_kd.stream import health, rendezvous, sizes, wire
-from megatron_kd.stream.asker import Asker
-from megatron_kd.stream.channel import connect
+from megatron_kd.stream import health, sizes, wire
+from megatron_kd.stream.asker import LOCAL_RANK, Asker
+from megatron_kd.stream.peer import PeerLink
 from megatron_kd.stream.ring import Ring, State
 from megatron_kd.stream.route import RoutePlan, Side
-from megatron_kd.stream.session import Session
 from megatron_kd.stream.spec import StudentSpec
 from megatron_kd.stream.trace import Trace, mark
 from megatron_kd.stream.transport import Inbox
 from megatron_kd.stream.wire import Agreement, PartHeader
 
+LAST_PARTS_S = 0.05
+"""How long parts that the last replica wrote before it went may still be unread here."""
 _LANES = {"train": 0, "eval": 1}
 
 
@@ -64,16 +64,16 @@ class Receiver:
         self._interval = health.Interval(self.counters)
         self._lanes = (_Lane(), _Lane())
         self._releasing: list[tuple[int, int, torch.cuda.Event | None]] = []
-        self._num_replicas = 0
+        self._num_replicas, self._alone_since_s = 0, None
         self._failure: KDError | None = None
         self.agreement: Agreement | None = None
         self._closed = False
         self._asker: Asker | None = None
-        self._link: Session | None = None
+        self._link: PeerLink | None = None
         if spec.rank == 0:
             self._asker = Asker(spec, self, self.counters, trace)
         else:
-            self._link = self._connect_to_asker()
+            self._link = PeerLink(spec, self)
         self._poller = threading.Thread(target=self._poll_loop, name="kd-poll", daemon=True)
         self._poller.start()
 
@@ -105,7 +105,8 @@ class Receiver:
     def take(self, block: TokenBlock) -> RowBlock:
         """The rows of a posted block that belong to this rank, ascending in row id, as a view of the slot (valid until `release`).
 
-        Errors: TeacherStalled at the deadline, naming who was waited for; TeacherLost and others that the stream met.
+        Errors: TeacherStalled at the deadline, naming who was waited for; TeacherLost and others that the stream met; with on_loss
+        "ce_only" TeacherLost as soon as no replica is left.
         """
         deadline = time.monotonic() + self._spec.deadline_s
         began = time.monotonic()
@@ -115,7 +116,11 @@ class Receiver:
             self.counters.ready_slot_sum += lane.ring.count(State.READY)
             while not (slot.seq == seq and slot.state is State.READY):
                 self._raise_failure()
-                if not self.lock.wait(min(1.0, max(0.0, deadline - time.monotonic()))) and time.monotonic() >= deadline:
+                alone_s = 0.0 if self._alone_since_s is None else time.monotonic() - self._alone_since_s
+                if self._spec.on_loss == "ce_only" and alone_s > LAST_PARTS_S:
+                    raise TeacherLost(f"micro-batch {block.key}: {self._describe(seq, slot)}")
+                longest_s = LAST_PARTS_S if self._alone_since_s is not None else 1.0
+                if not self.lock.wait(min(longest_s, max(0.0, deadline - time.monotonic()))) and time.monotonic() >= deadline:
                     raise TeacherStalled(f"micro-batch {block.key}: no rows after {self._spec.deadline_s} s; {self._describe(seq, slot)}")
             lane.ring.hold(seq)
             mark(self._trace, "taken", _LANES[block.mode], seq)
@@ -140,13 +145,18 @@ class Receiver:
             self._finish_releases()
 
     def give_up(self, block: TokenBlock) -> None:
-        """Do without the rows of a posted block, whether they are here or not. Its slot is free again when they have come, or are revoked."""
+        """Do without the rows of a posted block, whether they are here or not; every rank of the replica does. Its slot is free again at once
+        where no replica was asked, else when the rows have come or are revoked."""
         with self.lock:
             lane, seq, posted = self._find(block)
             posted.given_up = True
             del lane.seq_of[block.key]
             self.counters.degraded_blocks += 1
             self._free_given_up(_LANES[block.mode])
+            if self._asker is not None:
+                self._asker.withdrawn(LOCAL_RANK, _LANES[block.mode], seq)
+            else:
+                self._link.withdrawn(_LANES[block.mode], seq)
 
     def shares(self, block: TokenBlock) -> list[torch.Tensor]:
         """Row ids of a posted block on each tp rank of this context-parallel rank."""
@@ -163,9 +173,8 @@ class Receiver:
     def metrics(self) -> dict[str, float]:
         """Values since the last call; see health.Interval.report."""
         with self.lock:
-            alive = len(self._asker.teachers) if self._asker is not None else self._num_replicas
             quarantined = sum(lane.ring.num_quarantined for lane in self._lanes if lane.ring is not None)
-            return self._interval.report(time.monotonic(), depth=self._spec.ring_depth, replicas_alive=alive, quarantined_slots=quarantined)
+            return self._interval.report(time.monotonic(), depth=self._spec.ring_depth, replicas_alive=self._num_replicas, quarantined_slots=quarantined)
 
     def close(self) -> None:
         """Leave the stream: teachers drop what they have of ours and wait for the next student."""
@@ -176,7 +185,7 @@ class Receiver:
         if self._asker is not None:
             self._asker.close()
         if self._link is not None:
-            self._link.close(flush_s=1.0)
+            self._link.close()
         with self.lock:
             for lane in self._lanes:
                 if lane.ring is not None:
@@ -211,7 +220,14 @@ class Receiver:
         """Connections and joins that were refused on this rank's listener."""
         return 0 if self._asker is None else self._asker.refused + self.counters.refused_joins
 
-    # ---- what the asker calls, under the lock
+    # ---- what the asker, or the link to it, calls under the lock
+
+    def replicas_are(self, num_replicas: int) -> None:
+        """So many replicas are connected."""
+        if num_replicas != self._num_replicas:
+            self._num_replicas = num_replicas
+            self._alone_since_s = time.monotonic() if num_replicas == 0 else None
+            self.lock.notify_all()
 
     def agree(self, agreement: Agreement) -> None:
         """What the replica's first teacher and the student agreed on."""
@@ -237,6 +253,14 @@ class Receiver:
         slot = ring.slot_of(seq)
         return slot.generation, slot.descriptor
 
+    def local_drop(self, lane_index: int, seq: int) -> None:
+        """Every rank has given block `seq` up, and nobody writes to its slots."""
+        lane = self._lanes[lane_index]
+        posted = lane.blocks.pop(seq, None)
+        if posted is not None and posted.opened:
+            lane.ring.drop(seq)
+        self._open_slots(lane_index)
+
     def local_absolve(self, owner: str) -> None:
         """Free what is quarantined because of `owner`."""
         for lane in self._lanes:
@@ -246,7 +270,7 @@ class Receiver:
     # ---- inside
 
     def _free_given_up(self, lane_index: int) -> None:
-        """Free the slots of given-up blocks whose rows have come; blocks that never got a slot are only forgotten when they do."""
+        """Free the slots of given-up blocks whose rows have come."""
         lane = self._lanes[lane_index]
         for seq in [seq for seq, posted in lane.blocks.items() if posted.given_up and posted.opened]:
             state = lane.ring.slot_of(seq).state
@@ -283,7 +307,7 @@ class Receiver:
         lane = self._lanes[lane_index]
         for seq in sorted(lane.blocks):
             posted = lane.blocks[seq]
-            if posted.opened:
+            if posted.opened or posted.given_up:
                 continue
             slot = lane.ring.post(seq)
             if slot is None:
@@ -296,13 +320,9 @@ class Receiver:
                 self.lock.notify_all()
             grant = slot.generation, slot.descriptor
             if self._asker is not None:
-                self._asker.posted(0, lane_index, seq, posted.block.hash, num_rows, grant, posted.block)
-            elif self._link is not None:
-                self._link.send({"t": "posted", "lane": lane_index, "seq": seq, "hash": posted.block.hash, "num_rows": num_rows, "generation": grant[0], "blobs": [grant[1]]})
-            if num_rows == 0 and posted.given_up:
-                lane.ring.hold(seq)
-                lane.ring.release(seq)
-                del lane.blocks[seq]
+                self._asker.posted(LOCAL_RANK, lane_index, seq, posted.block.hash, num_rows, grant, posted.block)
+            else:
+                self._link.posted(lane_index, seq, posted.block.hash, num_rows, grant)
 
     def _poll_loop(self) -> None:
         pause_s, early = 0.0, []
@@ -350,45 +370,8 @@ class Receiver:
             with self.lock:
                 self.fail(e if isinstance(e, KDError) else TeacherError(f"the receiving thread failed: {type(e).__name__}: {e}"))
                 if self._link is not None:
-                    self._link.send({"t": "failed", "text": f"{type(e).__name__}: {e}"})
+                    self._link.failed(f"{type(e).__name__}: {e}")
 
     def _describe(self, seq: int, slot) -> str:
         here = f"block {seq} is {slot.state.value if slot.seq == seq else 'waiting for a slot'}, {sum(slot.landed_rows.values()) if slot.seq == seq else 0} rows are here"
         return f"{here}; {self._asker.describe()}" if self._asker is not None else f"{here}; this rank does not ask, see the replica's rank 0"
-
-    def _connect_to_asker(self) -> Session:
-        spec = self._spec
-        address = rendezvous.find(spec.rendezvous, spec.token, spec.dp_rank, timeout_s=spec.join_deadline_s)
-        channel = connect(address, spec.token)
-        channel.send({"t": "join", "role": "peer", "rank": spec.rank})
-        session = Session(channel, "asker", send_timeout_s=30.0)
-        threading.Thread(target=self._follow_asker, args=(session,), name="kd-follow", daemon=True).start()
-        return session
-
-    def _follow_asker(self, session: Session) -> None:
-        """Messages of the asking rank to this one."""
-        try:
-            while True:
-                message = session.channel.receive(timeout_s=3600.0)
-                if message is None:
-                    continue
-                with self.lock:
-                    if message["t"] == "agree":
-                        self.agree(Agreement(**message["agreement"]))
-                    elif message["t"] == "revoke":
-                        grant = self.local_revoke(message["lane"], message["seq"], message["owner"])
-                        answer = {"t": "revoked", "lane": message["lane"], "seq": message["seq"], "generation": grant[0] if grant else 0}
-                        session.send({**answer, "blobs": [grant[1]] if grant else []})
-                    elif message["t"] == "absolve":
-                        self.local_absolve(message["owner"])
-                    elif message["t"] == "stats":
-                        self._num_replicas = message["num_replicas"]
-                        for name, value in message["counters"].items():
-                            setattr(self.counters, name, value)
-                    elif message["t"] == "fail":
-                        kind = getattr(errors, message["error"], TeacherError)
-                        self.fail(kind(message["text"]))
-        except WireError as e:
-            with self.lock:
-                if not self._closed:
-                    self.fail(TeacherError(f"the asking rank of student replica {self._spec.dp_rank} is gone: {e}"))

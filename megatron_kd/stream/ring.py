@@ -95,6 +95,12 @@ class Ring:
         """HELD -> FREE: the rows are not read any more."""
         self._move(seq, State.HELD, State.FREE).seq = None
 
+    def drop(self, seq: int) -> None:
+        """POSTED or READY -> FREE for a block that nobody wants; the caller knows that nobody writes to its slot."""
+        slot = self.slot_of(seq)
+        assert slot.seq == seq and slot.state in (State.POSTED, State.READY), f"block {seq}: slot {slot.index} is {slot.state.value} for block {slot.seq}"
+        slot.state, slot.seq = State.FREE, None
+
     def _move(self, seq: int, before: State, after: State) -> Slot:
         slot = self.slot_of(seq)
         assert slot.seq == seq and slot.state is before, f"block {seq}: slot {slot.index} is {slot.state.value} for block {slot.seq}, expected {before.value}"

@@ -47,8 +47,8 @@ class StudentSpec:
     """Where the rings live."""
     checksum: str = "xxh3"
     """"none", "xxh3" or "sum64"."""
-    on_loss: Literal["fail", "reroute"] = "fail"
-    """What the loss of a replica means."""
+    on_loss: Literal["fail", "reroute", "ce_only"] = "fail"
+    """What the loss of a replica means: the end; another replica is asked, or waited for; another is asked while there is one, else `take` raises at once."""
     deadline_s: float = 120.0
     """Longest wait of `take`."""
     answer_deadline_s: float | None = None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.config.schema import StreamConfig
-from megatron_kd.errors import TeacherLost, TeacherStalled
+from megatron_kd.errors import TeacherError, TeacherLost, TeacherStalled
 from megatron_kd.kernels.spec import HeadTransform
 from megatron_kd.mcore.groups import Groups
 from megatron_kd.rows import RowBlock, TokenBlock
@@ -34,6 +34,7 @@ class StreamedSource:
 
     def __init__(self, *, receiver: Receiver | None, hub: Hub | None, groups: Groups, sequence_parallel: bool, degrade: bool):
         self._receiver, self._hub, self._groups, self._degrade = receiver, hub, groups, degrade
+        self._without = 0
         self._shares, self._joins = groups.tp.size() > 1 and sequence_parallel, groups.tp.size() > 1 and not sequence_parallel
 
     def post(self, block: TokenBlock) -> None:
@@ -55,10 +56,10 @@ class StreamedSource:
                 raise
             missing = e
         if self._degrade and not self._all_have(missing is None):
-            if missing is not None:
-                logger.warning("%s is trained without its teacher: %s", block.key, missing)
+            self._note(block, missing)
             self._receiver.give_up(block)
             return None
+        self._without = 0
         return self._join(block, rows) if self._joins else replace(rows, is_share=self._shares)
 
     def release(self, block: TokenBlock) -> None:
@@ -80,6 +81,12 @@ class StreamedSource:
             self._receiver.close()
         if self._hub is not None:
             self._hub.close()
+
+    def _note(self, block: TokenBlock, missing: TeacherError | None) -> None:
+        """Say it once where blocks without a teacher begin, on the ranks that miss rows; the metrics count them all."""
+        self._without += 1
+        if self._without == 1 and missing is not None:
+            logger.warning("micro-batches train without their teacher from %s on: %s", block.key, missing)
 
     def _all_have(self, mine: bool) -> bool:
         have = torch.tensor([int(mine)], dtype=torch.int32, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -132,7 +139,7 @@ def student_spec(request: SourceRequest, identity: Identity, token: bytes, addre
     return StudentSpec(rendezvous=address, token=token, bind=stream.bind, dp_rank=groups.dp.rank(), side=side, rank=groups.cp.rank() * side.tp + groups.tp.rank(),
                        spread=side.tp > 1, hidden_size=identity.hidden_size, head_transform=identity.head_transform, wire_dtype=stream.rows,
                        fingerprint=identity.fingerprint, head_digest=identity.head_digest, sequence_length=request.seq_length, ring_depth=stream.ring_depth,
-                       device=request.device, checksum=checksum_of(stream, request.device), on_loss="fail" if stream.on_teacher_loss == "fail" else "reroute",
+                       device=request.device, checksum=checksum_of(stream, request.device), on_loss=stream.on_teacher_loss,
                        deadline_s=stream.deadline_s, join_deadline_s=stream.join_deadline_s, heartbeat_s=stream.heartbeat_s)
 
 

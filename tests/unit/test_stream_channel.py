@@ -63,10 +63,10 @@ def test_another_version_is_refused_before_a_proof_is_shown():
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    with pytest.raises(WireVersionMismatch, match="= 7.*ours, 1"):
+    with pytest.raises(WireVersionMismatch, match=f"= 7.*ours, {ch.WIRE_VERSION}"):
         connect(listener.getsockname(), TOKEN)
     thread.join(2)
-    assert got == [ch.MAGIC + struct.pack("<H", 1)]
+    assert got == [ch.MAGIC + struct.pack("<H", ch.WIRE_VERSION)]
 
 
 @pytest.mark.parametrize("tamper", ["flip", "replay", "reorder"])

@@ -265,7 +265,65 @@ def test_the_slot_is_sized_by_the_first_block_and_a_larger_one_is_refused():
             stage.ranks[0].post(block(1, b=4, density=1.1))
 
 
-def test_blocks_that_were_given_up_free_their_slots_when_a_teacher_comes_back():
+def test_without_any_replica_ce_only_gives_up_at_once_on_every_rank_and_a_replica_that_comes_is_used_again():
+    """Killed with three blocks owed; twenty blocks, some without a row, pass without it in less time than one deadline; the next replica is asked for fresh ones alone."""
+    stuck, ahead, served = threading.Event(), 2, []
+
+    def rows(b):
+        if b.step == 4:
+            stuck.wait(20)
+        return rows_of(b)
+
+    def again(b):
+        served.append(b.step)
+        return rows_of(b)
+
+    blocks = [block(i, density=0.0 if i % 5 == 0 else 0.7) for i in range(60)]
+    with Stage(side=Side(tp=2), on_loss="ce_only", deadline_s=20.0, heartbeat_s=5.0) as stage:
+        first = stage.teacher("A", rows=rows)
+        stage.ranks[0].wait_for_teachers(1)
+
+        def step(i):
+            """Whether the ranks took the block; they agree, as the training does in its collective."""
+            for receiver in stage.ranks:
+                for b in blocks[i:i + ahead + 1]:
+                    if b.key not in posted[receiver]:
+                        posted[receiver].add(b.key)
+                        receiver.post(b)
+            got = []
+            for receiver in stage.ranks:
+                try:
+                    got.append(receiver.take(blocks[i]))
+                except TeacherLost:
+                    got.append(None)
+            for receiver in stage.ranks:
+                receiver.give_up(blocks[i]) if None in got else receiver.release(blocks[i])
+            if None not in got:
+                for rows_ in got:
+                    check_rows(rows_, blocks[i])
+            return None not in got
+
+        posted = {receiver: set() for receiver in stage.ranks}
+        assert all(step(i) for i in range(4))
+        first.publisher.close()  # its connection ends with blocks 4 to 6 owed, as when it is killed
+        began = time.monotonic()
+        taken = [i for i in range(4, 24) if step(i)]
+        assert time.monotonic() - began < 3.0 < 20.0 and set(taken) <= {5, 10, 15, 20}, "only blocks of which no row is asked"
+        deadline = time.monotonic() + 2
+        while any(len(receiver._lanes[0].blocks) > ahead for receiver in stage.ranks) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert all(len(receiver._lanes[0].blocks) == ahead for receiver in stage.ranks), "what was given up is forgotten"
+        stuck.set()
+        with stage.teacher("B", rows=again):
+            deadline = time.monotonic() + 10
+            while not all(receiver.metrics()["stream/replicas_alive"] for receiver in stage.ranks) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert all(step(i) for i in range(24, 58))
+        assert min(served) >= 24 and {r.counters.degraded_blocks for r in stage.ranks} == {20 - len(taken)}
+        first.close()
+
+
+def test_blocks_that_were_given_up_free_their_slots():
     with Stage(deadline_s=0.3, on_loss="reroute") as stage:
         receiver, blocks = stage.ranks[0], [block(i, density=0.0 if i == 4 else 0.7) for i in range(12)]
         for b in blocks[:6]:
