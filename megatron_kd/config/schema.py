@@ -237,9 +237,10 @@ class LossConfig:
     def __post_init__(self):
         positive(self, "temperature", "window_rows", "schedule_iters")
         not_negative(self, "kd_weight", "ce_weight", "kd_weight_end", "ce_weight_end")
-        for name in ("beta", "skew"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(rule(f"loss.{name}", getattr(self, name), "must be between 0 and 1", "See docs/loss.md for its meaning"))
+        if not 0.0 <= self.beta <= 1.0:
+            raise ConfigError(rule("loss.beta", self.beta, "must be between 0 and 1", "See docs/loss.md for its meaning"))
+        if not 0.0 <= self.skew < 1.0:
+            raise ConfigError(rule("loss.skew", self.skew, "must be at least 0 and below 1, where the divergence is 0 everywhere", "See docs/loss.md for its meaning"))
         if self.schedule == "constant" and (self.kd_weight_end is not None or self.ce_weight_end is not None):
             raise ConfigError(rule("loss.schedule", self.schedule, "an end weight needs a schedule", "Set loss.schedule=linear or cosine"))
 

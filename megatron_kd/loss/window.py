@@ -55,12 +55,6 @@ class WindowPlan:
         """Sequence parallelism: rows that each rank contributes to a window's all-gather, unused ones included."""
         return max((-(-n // self.num_windows) for n in self.rows_per_rank), default=0) if self.num_windows else 0
 
-    def order(self) -> list[int] | None:
-        """Given row index of each position in window order; None where it is the identity."""
-        if self.rows_per_rank is None or self.num_windows <= 1:
-            return None
-        return [row for window in range(self.num_windows) for a, b in self.pieces(window) for row in range(a, b)]
-
     def _sp_start(self, window: int) -> int:
         return sum(n * window // self.num_windows for n in self.rows_per_rank)
 

@@ -88,6 +88,7 @@ def test_unknown_key_is_an_error_that_names_the_nearest_one(override, nearest):
         ("train=null", ["train", "None"]),
         ("train.global_batch=0", ["global_batch", "0", "above 0"]),
         ("loss.beta=1.5", ["loss.beta", "1.5", "between 0 and 1"]),
+        ("loss.skew=1.0", ["loss.skew", "below 1"]),
         ("stream.ring_depth=1", ["ring_depth", "at least 2"]),
         ("data.kind=text", ["data.text", "data.kind=text"]),
         ("data.held_out=1.0", ["data.held_out", "1.0"]),
