@@ -28,7 +28,7 @@ from megatron_kd.errors import ConfigError, rule
 from megatron_kd.loss.fused import fused_linear_kd
 from megatron_kd.loss.objective import DIVERGENCES, Objective
 from megatron_kd.loss.signals import HiddenTeacher, TopKTeacher
-from megatron_kd.loss.sizes import default_dw_windows, default_window_rows
+from megatron_kd.loss.sizes import chosen_windows, default_windows
 from megatron_kd.vocab import VocabSpec
 
 GATE_ROWS = 200
@@ -55,8 +55,8 @@ def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", action="store_true", help="also installed packages: liger-kernel, ModelOpt")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="of rows and heads (default: bfloat16 on cuda, float32 on cpu)")
-    parser.add_argument("--window-rows", type=int, help="ours: rows projected at once (default: chosen from the shape)")
-    parser.add_argument("--dw-windows", type=int, help="ours: windows whose dW is formed at once (default: chosen from the shape)")
+    parser.add_argument("--window-rows", type=int, help="ours: rows whose teacher logits exist at once (default: chosen from the shape)")
+    parser.add_argument("--group-windows", type=int, help="ours: windows that share a student's projection, dX and dW (default: chosen from the shape)")
     parser.add_argument("--budget-s", type=float, default=0.6, help="time spent repeating one measurement (default: %(default)s)")
     parser.add_argument("--rest-s", type=float, default=1.0,
                         help="GPU: rest before each measurement; 0 with a long budget shows the sustained rate (default: %(default)s)")
@@ -121,7 +121,7 @@ class Bench:
         """The fused loss with one divergence, with top-K targets, or without gradient; `alone`: on one GPU even under torchrun."""
         group = None if alone else self.group
         tp = 1 if group is None else self.world
-        plan = {name: getattr(self.args, name) for name in ("window_rows", "dw_windows") if getattr(self.args, name)}
+        plan = {name: getattr(self.args, name) for name in ("window_rows", "group_windows") if getattr(self.args, name)}
         objective = {"divergence": kind} if kind in DIVERGENCES else {}
 
         def loss(case: Case) -> torch.Tensor:
@@ -248,12 +248,12 @@ class Bench:
     def gemms(self, shape: Shape, case: Case) -> dict[str, float]:
         """Rates of the GEMMs alone at the windows in force, and of a square one in a burst and over half a second or more."""
         args, cuda = self.args, self.device.type == "cuda"
-        window_rows = args.window_rows or default_window_rows(shape.vocab, self.device.type)
-        dw_rows = window_rows * (args.dw_windows or default_dw_windows(shape.vocab, self.device.type))
-        rates = gemm_rates(case, shape, window_rows=window_rows, dw_rows=dw_rows, device=self.device, budget_s=args.budget_s, rest_s=args.rest_s)
+        window_rows, group_windows = chosen_windows(args.window_rows, args.group_windows, default_windows(case.head_VH.shape[0], self.device.type, tp=self.world))
+        group_rows = window_rows * group_windows
+        rates = gemm_rates(case, shape, window_rows=window_rows, group_rows=group_rows, device=self.device, budget_s=args.budget_s, rest_s=args.rest_s)
         square = {name: square_rate(self.device, self.dtype, size=8192 if cuda else 256, num_calls=calls if cuda else 1, rest_s=args.rest_s)
                   for name, calls in (("square_burst", 10), ("square_sustained", 500))}
-        return {"window_rows": window_rows, "dw_rows": dw_rows, **rates, **square}
+        return {"window_rows": window_rows, "group_rows": group_rows, **rates, **square}
 
     def save(self) -> None:
         """Writes the JSON file as far as it is known, so that a run cut short leaves what it measured."""

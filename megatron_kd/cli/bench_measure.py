@@ -199,24 +199,24 @@ def accumulate_product(dw_VH: torch.Tensor, g_RV: torch.Tensor, x_RH: torch.Tens
         dw_VH.addmm_(g_RV.t().to(dw_VH.dtype), x_RH.to(dw_VH.dtype))
 
 
-def gemm_rates(case: Case, shape: Shape, *, window_rows: int, dw_rows: int, device: torch.device, budget_s: float,
+def gemm_rates(case: Case, shape: Shape, *, window_rows: int, group_rows: int, device: torch.device, budget_s: float,
                rest_s: float) -> dict[str, float]:
-    """TFLOP/s of the loss's four GEMMs alone at its window sizes, and of all four weighted by their FLOPs.
+    """TFLOP/s of the loss's four GEMMs alone, the student's on the rows of a group, the teacher's on those of a window, and of all four weighted by their FLOPs.
 
     Each is timed in bursts about as long as a sixth of `budget_s`, so that it meets the same power limit as the loss.
     """
     dtype, head_VH = case.head_VH.dtype, case.head_VH.detach()
-    rows_RH, teacher_RH = (torch.randn(window_rows, width, device=device, dtype=dtype) for width in (shape.student_width, shape.teacher_width))
-    g_RV = torch.randn(dw_rows, head_VH.shape[0], device=device, dtype=dtype) * 0.01
-    out_RV, out_RH = g_RV[:window_rows], torch.empty_like(rows_RH)
-    many_RH = torch.randn(dw_rows, shape.student_width, device=device, dtype=dtype)
+    x_GH = torch.randn(group_rows, shape.student_width, device=device, dtype=dtype)
+    teacher_RH = torch.randn(window_rows, shape.teacher_width, device=device, dtype=dtype)
+    g_GV = torch.randn(group_rows, head_VH.shape[0], device=device, dtype=dtype) * 0.01
+    t_RV, dx_GH = g_GV[:window_rows], torch.empty_like(x_GH)
     dw_VH = torch.zeros(head_VH.shape, device=device)
     student, teacher = (2 * head_VH.shape[0] * width for width in (shape.student_width, shape.teacher_width))
     steps = {
-        "dx": (lambda: torch.mm(out_RV, head_VH, out=out_RH), student * window_rows),
-        "dw": (lambda: accumulate_product(dw_VH, g_RV, many_RH), student * dw_rows),
-        "student": (lambda: torch.mm(rows_RH, head_VH.t(), out=out_RV), student * window_rows),
-        "teacher": (lambda: torch.mm(teacher_RH, case.teacher_head_VH.t(), out=out_RV), teacher * window_rows),
+        "dx": (lambda: torch.mm(g_GV, head_VH, out=dx_GH), student * group_rows),
+        "dw": (lambda: accumulate_product(dw_VH, g_GV, x_GH), student * group_rows),
+        "student": (lambda: torch.mm(x_GH, head_VH.t(), out=g_GV), student * group_rows),
+        "teacher": (lambda: torch.mm(teacher_RH, case.teacher_head_VH.t(), out=t_RV), teacher * window_rows),
     }
     rates, ms_per_row, flops_per_row = {}, 0.0, 0.0
     for name, (step, flops) in steps.items():
@@ -228,7 +228,7 @@ def gemm_rates(case: Case, shape: Shape, *, window_rows: int, dw_rows: int, devi
 
         ms = measure(many, device=device, budget_s=budget_s, rest_s=rest_s).ms / num_calls
         rates[name] = flops / ms / 1e9
-        rows = dw_rows if name == "dw" else window_rows
+        rows = window_rows if name == "teacher" else group_rows
         ms_per_row, flops_per_row = ms_per_row + ms / rows, flops_per_row + flops / rows
     rates["all"] = flops_per_row / ms_per_row / 1e9
     rates["projections"] = (student + teacher) / (student / rates["student"] + teacher / rates["teacher"])

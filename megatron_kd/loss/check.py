@@ -190,7 +190,7 @@ def teacher_for(case: Case, tensors: dict, vocab: VocabSpec, rank: int) -> Teach
 
 
 def actual(case: Case, tensors: dict, *, group: dist.ProcessGroup | None = None, rows_per_rank: tuple[int, ...] | None = None,
-           own_teacher_rows: bool = False, window_rows: int = 8, dw_windows: int = 2, **options) -> Result:
+           own_teacher_rows: bool = False, window_rows: int = 8, group_windows: int = 2, **options) -> Result:
     """The fused loss on this rank's shard, gradients gathered to the whole. rows_per_rank switches sequence parallelism on, own_teacher_rows
     leaves each rank with its own rows of a hidden teacher too."""
     tp, rank = group_size(group), group_rank(group)
@@ -204,7 +204,7 @@ def actual(case: Case, tensors: dict, *, group: dist.ProcessGroup | None = None,
         teacher = replace(teacher, rows_NH=teacher.rows_NH[own].clone(), own_rows=True)
     out = fused_linear_kd(x, head, teacher, vocab=vocab, objective=case.objective, labels_N=tensors["labels"],
                           weights_N=tensors["weights"], tp_group=group, rows_per_rank=rows_per_rank, head_bias_V=bias,
-                          student_transform=case.student_transform, window_rows=window_rows, dw_windows=dw_windows, **options)
+                          student_transform=case.student_transform, window_rows=window_rows, group_windows=group_windows, **options)
     (UPSTREAM * tensors["weights"].to(out.loss_N.dtype) * out.loss_N).sum().backward()
     out.flags.check()
     dx = x.grad if rows_per_rank is None else _gather(x.grad, group, max(rows_per_rank), rows_per_rank)

@@ -23,7 +23,7 @@ from megatron_kd.loss.passes import Wanted, run_windows
 from megatron_kd.loss.reduce import group_rank, group_size
 from megatron_kd.loss.scratch import HeadGradient
 from megatron_kd.loss.signals import HeadTransform, HiddenTeacher, Teacher, TopKTeacher
-from megatron_kd.loss.sizes import default_dw_windows, default_window_rows
+from megatron_kd.loss.sizes import chosen_windows, default_windows
 from megatron_kd.loss.steps import Outcome, Problem
 from megatron_kd.loss.window import plan_windows
 from megatron_kd.vocab import VocabSpec
@@ -58,7 +58,7 @@ def fused_linear_kd(student_NH: torch.Tensor, student_head_VH: torch.Tensor, tea
                     dx_reduce: Literal["all_reduce", "none"] = "all_reduce", head_bias_V: torch.Tensor | None = None,
                     student_transform: HeadTransform = HeadTransform(), dw: HeadGradient | None = None,
                     gradients: Literal["in_forward", "in_backward"] = "in_forward", on_nonfinite: Literal["stop", "drop_rows"] = "stop",
-                    flags: DeviceFlags | None = None, window_rows: int | None = None, dw_windows: int | None = None,
+                    flags: DeviceFlags | None = None, window_rows: int | None = None, group_windows: int | None = None,
                     backend: Backend = "auto") -> KDOutput:
     """L_t = kd_weight KD_t + ce_weight CE_t for N rows, with gradients for student_NH, student_head_VH and head_bias_V.
 
@@ -80,7 +80,8 @@ def fused_linear_kd(student_NH: torch.Tensor, student_head_VH: torch.Tensor, tea
     on_nonfinite     teacher rows with NaN or infinity: "stop" raises (on CUDA when `flags.check()` is called), "drop_rows" gives
                      them loss 0 and gradient 0 and counts them in `flags`.
     flags            your own counters over many calls; None: fresh ones.
-    window_rows, dw_windows   rows projected at once, and windows per dW GEMM; None: loss/sizes.py.
+    window_rows      rows whose teacher logits exist at once; None: loss/sizes.py.
+    group_windows    windows whose student logits exist at once: one projection, one dX and one dW for all of them; None: loss/sizes.py.
 
     Errors: ConfigError, VocabMismatch at the door; NonFiniteTeacher; GradientContractError in backward (on CUDA the gradients
     become NaN and `flags.check()` raises). Cost: 2 V (H_t + 3 H) FLOPs a row, without gradients 2 V (H_t + H).
@@ -101,11 +102,12 @@ def fused_linear_kd(student_NH: torch.Tensor, student_head_VH: torch.Tensor, tea
     if weights_N is not None and weights_N.shape != (num_rows,):
         raise ConfigError(rule("weights_N", tuple(weights_N.shape), f"must be [{num_rows}]", "Give one weight per row"))
     weights = torch.ones(num_rows, dtype=acc, device=device) if weights_N is None else weights_N.detach().to(device, acc)
-    shard = student_head_VH.shape[0]
+    train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (student_NH, student_head_VH, head_bias_V))
+    rows_of_window, windows_of_group = chosen_windows(window_rows, group_windows, default_windows(
+        student_head_VH.shape[0], device.type, teacher_logits=isinstance(teacher, HiddenTeacher), tp=group_tp, train=train))
     teacher_transform = getattr(teacher, "transform", HeadTransform())
     problem = Problem(
-        plan=plan_windows(num_rows, window_rows or default_window_rows(shard, device.type, teacher_logits=isinstance(teacher, HiddenTeacher)), rows_per_rank),
-        dw_windows=dw_windows or default_dw_windows(shard, device.type),
+        plan=plan_windows(num_rows, rows_of_window, rows_per_rank), group_windows=windows_of_group,
         spec=objective.pair_spec(num_true, student_transform, teacher_transform), objective=objective,
         kernels=kernels_for(device, student_NH.dtype, backend), teacher=teacher, head_VH=student_head_VH.detach(),
         bias_V=None if head_bias_V is None else head_bias_V.detach(), labels_N=labels, weights_N=weights, shard_start=vocab.shard_range(rank)[0],

@@ -1,8 +1,9 @@
 """The window loop: projects, measures, joins, forms gradients, for one call. No autograd; collectives only through loss/reduce.py.
 
-Called by loss/fused.py with gradients off. Logits buffers are made once per call and reused by every window; nothing in the
-loop waits for the device. Letters: N rows, R rows of a window, V columns of the shard, H the student's width, D windows whose
-dW is formed by one GEMM.
+Called by loss/fused.py with gradients off. Logits buffers are made once per call and reused; nothing in the loop waits for the
+device. Windows go in groups: student rows of a group share one projection, one dX and one dW, so that these products are tall,
+while the teacher's logits exist for one window at a time. Letters: N rows, R rows of a window, G rows of a group, V columns of the
+shard, H the student's width.
 """
 
 from collections.abc import Callable
@@ -47,23 +48,24 @@ def run_windows(problem: Problem, student_NH: torch.Tensor, wanted: Wanted) -> O
     row_tensors = RowTensors(plan)
     step = (SparseStep if sparse else PairStep)(problem, row_tensors, outcome)
     rows = _row_source(problem, student_NH, wanted)
-    behind = _Behind(problem, wanted, rows, student_NH)
-    group_windows = min(problem.dw_windows, max(plan.num_windows, 1)) if wanted.any else 1
+    behind = _Behind(problem, wanted, rows)
+    group_windows = min(problem.group_windows, max(plan.num_windows, 1)) if wanted.any else 1
     region_rows = group_windows * plan.max_rows
     logits = student_NH.new_empty(behind.num_regions * region_rows, head.shape[0])
     packed = None if plan.rows_per_rank is None else student_NH.new_empty(behind.num_regions * region_rows, head.shape[1])
     for index, first in enumerate(range(0, plan.num_windows, group_windows)):
-        begin = end = index % behind.num_regions * region_rows
         group = range(first, min(first + group_windows, plan.num_windows))
+        begin = index % behind.num_regions * region_rows
+        x_GH = rows.student(group, None if packed is None else packed[begin:])
+        u_GV = project(x_GH, head, problem.bias_V, logits[begin:begin + x_GH.shape[0]])
         for window in group:
-            start, end = end, end + plan.bounds(window)[1] - plan.bounds(window)[0]
-            x_RH = rows.student(window, None if packed is None else packed[start:end])
-            u_RV = project(x_RH, head, problem.bias_V, logits[start:end])
+            start, end = (row - plan.bounds(first)[0] for row in plan.bounds(window))
+            u_RV = u_GV[start:end]
             step.begin(window, u_RV)
             behind.run()
             step.finish(window, u_RV, wanted.any)
-            behind.add_dx(window, u_RV)
-        behind.add_dw(group, logits[begin:end], None if packed is None else packed[begin:end])
+            behind.add_dx(window, group, u_RV, u_GV)
+        behind.add_dw(u_GV, x_GH)
     behind.run()
     rows.finish()
     behind.finish()
@@ -72,12 +74,13 @@ def run_windows(problem: Problem, student_NH: torch.Tensor, wanted: Wanted) -> O
 
 
 class _Behind:
-    """The products that follow a window's gradient, dX and dW. With several shards they wait for the next window's statistics to be
-    on their way, so that the all-gather runs under them; the logits of two groups of windows are then alive. With one shard they run at once.
+    """The products that follow the gradient, dX and dW. With several shards they wait for the next window's statistics to be on their
+    way, so that the all-gather runs under them, and dX goes window by window, so that its sum runs under what follows; the logits of two
+    groups of windows are then alive. With one shard they run at once, dX for a group of windows like dW.
     """
 
-    def __init__(self, problem: Problem, wanted: Wanted, rows: Rows, student_NH: torch.Tensor):
-        self._problem, self._wanted, self._rows, self._student = problem, wanted, rows, student_NH
+    def __init__(self, problem: Problem, wanted: Wanted, rows: Rows):
+        self._problem, self._wanted, self._rows = problem, wanted, rows
         self._late = wanted.any and group_size(problem.group) > 1
         self._waiting, self._head = [], _HeadSum(wanted)
 
@@ -86,17 +89,19 @@ class _Behind:
         """Groups of windows whose gradients are alive together."""
         return 2 if self._late else 1
 
-    def add_dx(self, window: int, g_RV: torch.Tensor) -> None:
-        """dX of a window whose gradient stands in g_RV."""
-        if self._wanted.dx:
-            self._add(lambda: self._dx(window, g_RV))
+    def add_dx(self, window: int, group: range, g_RV: torch.Tensor, g_GV: torch.Tensor) -> None:
+        """dX, once the gradient of `window` stands in g_RV, a part of its group's g_GV."""
+        if not self._wanted.dx:
+            return
+        if self._late:
+            self._add(lambda: self._dx(range(window, window + 1), g_RV))
+        elif window == group[-1]:
+            self._add(lambda: self._dx(group, g_GV))
 
-    def add_dw(self, group: range, g_RV: torch.Tensor, packed_RH: torch.Tensor | None) -> None:
-        """dW of a group of windows; packed_RH: their student rows, where they are no slice of the call's."""
+    def add_dw(self, g_GV: torch.Tensor, x_GH: torch.Tensor) -> None:
+        """dW of a group of windows, from its student rows."""
         if self._wanted.any:
-            plan = self._problem.plan
-            x_RH = self._student[plan.bounds(group[0])[0]:plan.bounds(group[-1])[1]] if packed_RH is None else packed_RH
-            self._add(lambda: self._head.add(g_RV, x_RH))
+            self._add(lambda: self._head.add(g_GV, x_GH))
 
     def run(self) -> None:
         """What waits, in order."""
@@ -113,9 +118,9 @@ class _Behind:
         if not self._late:
             self.run()
 
-    def _dx(self, window: int, g_RV: torch.Tensor) -> None:
-        torch.mm(g_RV, self._problem.head_VH, out=self._rows.dx_target(window))
-        self._rows.send_dx(window)
+    def _dx(self, windows: range, g_RV: torch.Tensor) -> None:
+        torch.mm(g_RV, self._problem.head_VH, out=self._rows.dx_target(windows))
+        self._rows.send_dx(windows)
 
 
 def _row_source(problem: Problem, student_NH: torch.Tensor, wanted: Wanted) -> Rows:

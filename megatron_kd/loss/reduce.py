@@ -74,13 +74,13 @@ class Rows(Protocol):
     dx: torch.Tensor | None
     """The finished gradient of the student rows that this rank passed in; None where none is wanted."""
 
-    def student(self, window: int, out_RH: torch.Tensor | None) -> torch.Tensor:
-        """[R, H] rows of `window`; written to out_RH where they have to be assembled."""
+    def student(self, windows: range, out_GH: torch.Tensor | None) -> torch.Tensor:
+        """[G, H] rows of a group of windows; written to out_GH where they have to be assembled."""
 
-    def dx_target(self, window: int) -> torch.Tensor:
-        """[R, H] tensor for this shard's partial dX of `window`."""
+    def dx_target(self, windows: range) -> torch.Tensor:
+        """[G, H] tensor for this shard's partial dX of `windows`."""
 
-    def send_dx(self, window: int) -> None:
+    def send_dx(self, windows: range) -> None:
         """Start summing that dX over the shards."""
 
     def finish(self) -> None:
@@ -96,20 +96,21 @@ class PlainRows:
         self.dx = torch.empty_like(student_NH, memory_format=torch.contiguous_format) if want_dx else None
         self._works = []
 
-    def student(self, window: int, out_RH: torch.Tensor | None) -> torch.Tensor:
+    def student(self, windows: range, out_GH: torch.Tensor | None) -> torch.Tensor:
         """A view."""
-        start, end = self._plan.bounds(window)
-        return self._student[start:end]
+        return self._of(self._student, windows)
 
-    def dx_target(self, window: int) -> torch.Tensor:
+    def dx_target(self, windows: range) -> torch.Tensor:
         """A view of dx."""
-        start, end = self._plan.bounds(window)
-        return self.dx[start:end]
+        return self._of(self.dx, windows)
 
-    def send_dx(self, window: int) -> None:
+    def send_dx(self, windows: range) -> None:
         """All-reduce in place."""
         if self._reduce:
-            self._works.append(dist.all_reduce(self.dx_target(window), group=self._group, async_op=True))
+            self._works.append(dist.all_reduce(self.dx_target(windows), group=self._group, async_op=True))
+
+    def _of(self, tensor_NH: torch.Tensor, windows: range) -> torch.Tensor:
+        return tensor_NH[self._plan.bounds(windows[0])[0]:self._plan.bounds(windows[-1])[1]]
 
     def finish(self) -> None:
         """Wait for the all-reduces."""
@@ -163,17 +164,22 @@ class SequenceParallelRows:
             self._summed = [student_NH.new_empty(plan.chunk_rows, width) for _ in range(2)]
             self._scatters = [None, None]
 
-    def student(self, window: int, out_RH: torch.Tensor | None) -> torch.Tensor:
-        """Packed into out_RH."""
-        return self._gathered.take(window, out_RH)
+    def student(self, windows: range, out_GH: torch.Tensor | None) -> torch.Tensor:
+        """Packed into out_GH."""
+        begin = self._plan.bounds(windows[0])[0]
+        for window in windows:
+            start, end = self._plan.bounds(window)
+            self._gathered.take(window, out_GH[start - begin:end - begin])
+        return out_GH[:end - begin]
 
-    def dx_target(self, window: int) -> torch.Tensor:
-        """A buffer, unpacked by send_dx."""
-        start, end = self._plan.bounds(window)
+    def dx_target(self, windows: range) -> torch.Tensor:
+        """A buffer for one window, unpacked by send_dx."""
+        start, end = self._plan.bounds(windows[-1])
         return self._partial[:end - start]
 
-    def send_dx(self, window: int) -> None:
-        """Reduce-scatter; the result lands in dx when the slot is needed again or at finish."""
+    def send_dx(self, windows: range) -> None:
+        """Reduce-scatter of one window's; the result lands in dx when the slot is needed again or at finish."""
+        (window,) = windows
         slot = window % 2
         self._land(slot)
         start = 0

@@ -1,7 +1,7 @@
 """Closed forms of what the loss allocates, in bytes, and the default window sizes. Imports no torch; the planner asks here.
 
 The fused loss takes its window sizes from here, and tests hold the sums against tracked allocations. Letters: N rows of the
-call, R rows of a window, D windows per dW GEMM, V columns of this rank's shard, H_s and H_t hidden widths, K kept tokens, t
+call, R rows of a window, V columns of this rank's shard, H_s and H_t hidden widths, K kept tokens, t
 tensor-parallel ranks.
 """
 
@@ -27,21 +27,26 @@ ROW_BYTES = 20
 """Kept per row: loss, KD, CE, weight, label."""
 
 
-def default_window_rows(num_columns: int, device_type: str, *, teacher_logits: bool = True) -> int:
-    """Rows of a window where the caller names none; `teacher_logits`: a window holds the teacher's projection too.
+def default_windows(num_columns: int, device_type: str, *, teacher_logits: bool = True, tp: int = 1, train: bool = True) -> tuple[int, int]:
+    """(rows of a window, windows of a group) where the caller names none.
 
-    On a GPU as many logits as 2048 rows of 128,256 columns (0.5 GiB in bf16), at least 2048 rows: measured best per byte on an
-    H200 (docs/benchmarks/notes.md). Without a teacher's buffer about the same memory serves 2816 rows.
+    `teacher_logits`: a window holds the teacher's projection too. `tp`: vocabulary shards. `train`: gradients are formed.
+    On a GPU the logits of one window and one group are those of 4096 rows of 128,256 columns together (1 GiB in bf16), and at least 4096
+    rows: with one shard a window of a quarter and groups of three, 1.7 to 3% faster on an H200 than two halves (docs/benchmarks/notes.md);
+    with several shards, whose collectives go by window, and in evaluation two halves. Without a teacher's buffer about the same memory
+    serves windows of 2816 rows.
     """
     if device_type == "cpu":
-        return max(32, min(1024, CPU_LOGITS // max(1, num_columns)))
+        return max(32, min(1024, CPU_LOGITS // max(1, num_columns))), 1
     rows = min(8192, max(2048, GPU_LOGITS // max(1, num_columns) // ROW_TILE * ROW_TILE))
-    return rows if teacher_logits else rows * 11 // 8 // ROW_TILE * ROW_TILE
+    if not teacher_logits:
+        return rows * 11 // 8 // ROW_TILE * ROW_TILE, 1
+    return (rows // 2, 3) if train and tp == 1 else (rows, 1)
 
 
-def default_dw_windows(num_columns: int, device_type: str) -> int:
-    """Windows whose dW is formed by one GEMM where the caller names none: larger windows cost the same memory and are as fast."""
-    return 1
+def chosen_windows(window_rows: int | None, group_windows: int | None, default: tuple[int, int]) -> tuple[int, int]:
+    """What the caller names, else the default; windows of a size that the caller names are groups of one unless named too."""
+    return window_rows or default[0], group_windows or (1 if window_rows else default[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +77,24 @@ class LossShape:
     """Each rank passes its own teacher rows as well (HiddenTeacher.own_rows)."""
     window_rows: int | None = None
     """None: the default."""
-    dw_windows: int | None = None
-    """None: the default."""
+    group_windows: int | None = None
+    """Windows of a group (loss/passes.py); None: the default, or 1 beside window_rows."""
     device_type: Literal["cuda", "cpu"] = "cuda"
     """cuda: Triton kernels, no temporaries; cpu: the torch twin's."""
     train: bool = True
     """False: evaluation, no gradients."""
     freeze_head: bool = False
-    """No dW: one window's gradients at a time still need the logits buffers of dw_windows."""
+    """No dW: a group's gradients still need its logits buffers."""
+
+    def windows(self) -> tuple[int, int]:
+        """(rows of a window, windows of a group) of this call."""
+        return chosen_windows(self.window_rows, self.group_windows, default_windows(
+            self.num_columns, self.device_type, teacher_logits=self.signal == "hidden", tp=self.tp, train=self.train))
 
     def plan(self) -> WindowPlan:
         """The windows of this call."""
         shares = tuple(self.num_rows // self.tp + (rank < self.num_rows % self.tp) for rank in range(self.tp)) if self.sequence_parallel else None
-        default = default_window_rows(self.num_columns, self.device_type, teacher_logits=self.signal == "hidden")
-        return plan_windows(self.num_rows, self.window_rows or default, shares)
+        return plan_windows(self.num_rows, self.windows()[0], shares)
 
 
 def head_gradient_bytes(num_columns: int, hidden_s: int) -> int:
@@ -100,7 +109,7 @@ def call_items(shape: LossShape) -> dict[str, int]:
     """
     plan, width = shape.plan(), shape.dtype_bytes
     rows, chunk = plan.max_rows, plan.chunk_rows if shape.sequence_parallel else 0
-    group_windows = min(shape.dw_windows or default_dw_windows(shape.num_columns, shape.device_type), max(plan.num_windows, 1)) if shape.train else 1
+    group_windows = min(shape.windows()[1], max(plan.num_windows, 1)) if shape.train else 1
     kept_windows = group_windows * (2 if shape.tp > 1 and shape.train else 1)  # dX and dW of one group wait under the next one's all-gather
     own_rows = max(plan.rows_per_rank) if shape.sequence_parallel else shape.num_rows
     items = {

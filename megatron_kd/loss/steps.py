@@ -27,8 +27,8 @@ class Problem:
     """Everything about one call that does not change between its windows. Row tensors are in the given row order."""
 
     plan: WindowPlan
-    dw_windows: int
-    """Windows whose gradients are kept for one dW GEMM; each costs a logits buffer."""
+    group_windows: int
+    """Windows whose student rows share one projection, one dX and one dW; each costs a logits buffer."""
     spec: PairSpec
     objective: Objective
     kernels: ModuleType

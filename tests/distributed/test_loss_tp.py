@@ -3,6 +3,7 @@
 One job per world size, so that each start of a group pays for many cases; failures name the case, the part and the rank.
 """
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -45,7 +46,7 @@ def failures(case: check.Case, world: int, **options) -> list:
 
 
 def all_cases(rank, world):
-    return [failure for case in divergence_cases() for failure in failures(case, world, dw_windows=1 + case.name.startswith("f"))]
+    return [failure for case in divergence_cases() for failure in failures(case, world, group_windows=1 + case.name.startswith("f"))]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -57,7 +58,7 @@ def sequence_parallel_cases(rank, world):
     base = check.Case(name="sp", objective=Objective(ce_weight=0.3), **CAPPED)
     even = tuple(29 // world + (r < 29 % world) for r in range(world))
     shares = [even, (29,) + (0,) * (world - 1), (0,) * (world - 1) + (29,), (1,) * (world - 1) + (30 - world,)]
-    found = [f for share in shares for dw_windows in (1, 3) for f in failures(base, world, rows_per_rank=share, dw_windows=dw_windows, own_teacher_rows=dw_windows == 3)]
+    found = [f for share in shares for group_windows in (1, 3) for f in failures(base, world, rows_per_rank=share, group_windows=group_windows, own_teacher_rows=group_windows == 3)]
     found += failures(replace(base, objective=Objective(divergence="jsd")), world, rows_per_rank=even)
     found += failures(replace(base, objective=Objective(divergence="jsd"), dtype=torch.bfloat16), world, rows_per_rank=even, own_teacher_rows=True)
     found += failures(replace(base, num_rows=0), world, rows_per_rank=(0,) * world, own_teacher_rows=True)
@@ -115,13 +116,23 @@ def test_unreduced_dx_is_this_shards_part(ranks):
         assert summed < 1e-5 < 0.1 < alone
 
 
-def collectives(rank, world):
-    """Names of the collectives that each rank issues, with unequal rows under sequence parallelism and with none at all."""
+@contextlib.contextmanager
+def listed_collectives():
+    """Yields the list of (name, elements of the first argument) of this rank's collectives, as they are called."""
     calls, originals = [], {}
     for name in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"):
         originals[name] = getattr(dist, name)
         setattr(dist, name, lambda *a, _name=name, **k: (calls.append((_name, a[0].numel())), originals[_name](*a, **k))[1])
     try:
+        yield calls
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+def collectives(rank, world):
+    """Names of the collectives that each rank issues, with unequal rows under sequence parallelism and with none at all."""
+    with listed_collectives() as calls:
         counts = []
         for share, own_rows in (((13, 0), False), ((13, 0), True), ((0, 0), True)):
             case = check.Case(name="count", num_rows=sum(share), weights="ones", objective=Objective(divergence="jsd"))
@@ -136,9 +147,33 @@ def collectives(rank, world):
             counts.append((list(calls), head.grad is not None, tuple(x.grad.shape)))
             calls.clear()
         return counts
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
+
+
+def collectives_of(rank, world, cases):
+    """The collectives of each case in one window."""
+    found = []
+    for case in cases:
+        tensors = check.build(case)
+        vocab = VocabSpec(true_size=case.true_size, student_padded=case.student_padded, teacher_padded=case.teacher_padded, tp=world)
+        x, head = tensors["x"].clone().requires_grad_(), tensors["head"][slice(*vocab.shard_range(rank))].clone().requires_grad_()
+        with listed_collectives() as calls:
+            fused_linear_kd(x, head, check.teacher_for(case, tensors, vocab, rank), vocab=vocab, objective=case.objective, labels_N=tensors["labels"],
+                            tp_group=dist.group.WORLD, window_rows=64).loss_N.sum().backward()
+        found.append(list(calls))
+    return found
+
+
+def test_one_small_collective_a_window_where_statistics_are_additive_and_two_where_not(ranks):
+    """Beside the sum of dX. Sizes: 7 statistics a row and shard (top-K: 3 and the K logits), and 2 sums a row of the second pass."""
+    one_pass = [check.Case(name=name, objective=Objective(divergence=name, ce_weight=0.3)) for name in ("forward_kl", "reverse_kl")]
+    sparse = [check.Case(name="top_k", signal="top_k", objective=Objective(ce_weight=0.3)),
+              check.Case(name="labels", signal="labels", objective=Objective(kd_weight=0.0, ce_weight=1.0))]
+    two_pass = [check.Case(name=name, objective=Objective(divergence=name)) for name in DIVERGENCES if name not in ("forward_kl", "reverse_kl")]
+    dx = ("all_reduce", 29 * 24)
+    for calls in ranks.run(collectives_of, 2, cases=one_pass + sparse + two_pass):
+        assert calls[:2] == [[("all_gather_into_tensor", 2 * 29 * 7), dx]] * 2
+        assert calls[2:4] == [[("all_gather_into_tensor", 2 * 29 * (3 + kept)), dx] for kept in (12, 0)]
+        assert calls[4:] == [[("all_gather_into_tensor", 2 * 29 * 7), ("all_reduce", 29 * 2), dx]] * 4
 
 
 def test_ranks_without_a_row_run_the_same_collectives(ranks):

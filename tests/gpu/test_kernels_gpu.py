@@ -80,7 +80,7 @@ def test_loss_and_gradients_are_at_most_twice_as_far_from_float64_as_dense_torch
 
     exact = gradients(dense, in_double(case))
     plain = gradients(dense, case).error(exact)
-    got = gradients(lambda c: ours(c, divergence=divergence, window_rows=256, dw_windows=2).loss_N.mean(), case).error(exact)
+    got = gradients(lambda c: ours(c, divergence=divergence, window_rows=256, group_windows=2).loss_N.mean(), case).error(exact)
     assert got <= 2.0 * plain + 1e-6, f"{got:.2e} against {plain:.2e} of dense torch"
 
 

@@ -31,17 +31,17 @@ def tracked(shape: LossShape) -> TrackedAllocations:
     keeper.release(keeper.acquire(head))
     with TrackedAllocations() as seen:
         out = fused_linear_kd(x, head, teacher, vocab=VocabSpec(true_size=columns, student_padded=columns, teacher_padded=columns), objective=objective,
-                              labels_N=labels, weights_N=weights, dw=keeper, window_rows=shape.window_rows, dw_windows=shape.dw_windows)
+                              labels_N=labels, weights_N=weights, dw=keeper, window_rows=shape.window_rows, group_windows=shape.group_windows)
         if shape.train:
             out.loss_N.sum().backward()
     return seen
 
 
-BASE = dict(num_rows=128, num_columns=16384, hidden_s=64, hidden_t=96, window_rows=32, dw_windows=2, device_type="cpu")
+BASE = dict(num_rows=128, num_columns=16384, hidden_s=64, hidden_t=96, window_rows=32, group_windows=2, device_type="cpu")
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"dtype_bytes": 4}, {"divergence": "jsd"}, {"divergence": "skew_reverse_kl", "dw_windows": 1}, {"train": False}, {"signal": "top_k", "top_k": 100},
+    {}, {"dtype_bytes": 4}, {"divergence": "jsd"}, {"divergence": "skew_reverse_kl", "group_windows": 1}, {"train": False}, {"signal": "top_k", "top_k": 100},
     {"signal": "labels"}, {"num_rows": 1024, "num_columns": 2048, "hidden_s": 512, "window_rows": 256}, {"freeze_head": True},
 ], ids=str)
 def test_tracked_peak_is_what_the_closed_form_says(changes):
@@ -53,7 +53,7 @@ def test_tracked_peak_is_what_the_closed_form_says(changes):
 @pytest.mark.parametrize("signal", ["hidden", "top_k"])
 def test_no_allocation_is_larger_than_the_window_buffers(signal):
     """8 windows of 16 rows: no tensor of [N, V], of either model or of the gradient, and none of [N, V] / 3."""
-    shape = LossShape(**(BASE | dict(signal=signal, top_k=50 * (signal == "top_k"), window_rows=16, dw_windows=1)))
+    shape = LossShape(**(BASE | dict(signal=signal, top_k=50 * (signal == "top_k"), window_rows=16, group_windows=1)))
     seen = tracked(shape)
     row_bytes = shape.num_columns * shape.dtype_bytes
     assert seen.largest_bytes <= 2 * shape.window_rows * row_bytes < shape.num_rows * row_bytes / 3

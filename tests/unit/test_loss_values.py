@@ -14,7 +14,7 @@ from megatron_kd.kernels.spec import HeadTransform
 from megatron_kd.loss import check
 from megatron_kd.loss.fused import fused_linear_kd
 from megatron_kd.loss.objective import DIVERGENCES, Objective
-from megatron_kd.loss.signals import HiddenTeacher, LogitsTeacher
+from megatron_kd.loss.signals import HiddenTeacher, LogitsTeacher, TopKTeacher
 from megatron_kd.vocab import VocabSpec
 
 CAPPED = dict(bias=True, student_transform=HeadTransform(scale=0.9, softcap=8.0), teacher_transform=HeadTransform(scale=-1.1, softcap=6.0))
@@ -82,6 +82,16 @@ def test_jsd_end_points_are_the_kls(end, name):
     assert torch.equal(got.loss_N, want.loss_N) and torch.equal(got.dw_VH, want.dw_VH)
 
 
+@pytest.mark.parametrize("skewed, name", [("skew_forward_kl", "forward_kl"), ("skew_reverse_kl", "reverse_kl")])
+def test_skewed_kls_are_the_plain_ones_at_0_and_lean_there(skewed, name):
+    case = check.Case(name="end", dtype=torch.float64, objective=Objective(divergence=name))
+    tensors = check.build(case)
+    want, end, near = (check.actual(replace(case, objective=objective), tensors) for objective in (
+        case.objective, Objective(divergence=skewed, skew=0.0), Objective(divergence=skewed, skew=1e-9)))
+    assert torch.equal(end.loss_N, want.loss_N) and torch.equal(end.dw_VH, want.dw_VH)
+    torch.testing.assert_close(near.kd_N, want.kd_N, rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("beta, name", [(1e-7, "forward_kl"), (1 - 1e-7, "reverse_kl")])
 def test_jsd_leans_to_the_documented_side(beta, name):
     case = check.Case(name="limit", dtype=torch.float64, objective=Objective(divergence="jsd", beta=beta))
@@ -102,9 +112,9 @@ def test_row_weights(weights):
     assert_exact(check.Case(name=weights, weights=weights, objective=Objective(ce_weight=0.3)))
 
 
-@pytest.mark.parametrize("window_rows, dw_windows", [(1, 1), (29, 1), (64, 3), (10, 2), (5, 100)])
-def test_any_window_gives_the_same_numbers(window_rows, dw_windows):
-    assert_exact(check.Case(name="window", objective=Objective(ce_weight=0.3)), window_rows=window_rows, dw_windows=dw_windows)
+@pytest.mark.parametrize("window_rows, group_windows", [(1, 1), (29, 1), (64, 3), (10, 2), (5, 100)])
+def test_any_window_gives_the_same_numbers(window_rows, group_windows):
+    assert_exact(check.Case(name="window", objective=Objective(ce_weight=0.3)), window_rows=window_rows, group_windows=group_windows)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2])
@@ -173,6 +183,27 @@ def test_top_k_ids_may_pass_two_to_the_31():
         results.append((joined[:, topk_twin.KD], u))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
     assert VocabSpec(true_size=2**32, student_padded=2**32, teacher_padded=2**32, tp=2**10).shard_range(1023)[1] == 2**32
+
+
+def test_a_tail_below_float32s_resolution_of_1_keeps_its_loss_and_gradient():
+    """The student's mass outside K is below 1e-9: 1 - sum would make it 0, its logarithm infinite and its columns' gradient 0."""
+    gen = torch.Generator().manual_seed(3)
+    x, head = torch.randn(5, 4, generator=gen), torch.randn(40, 4, generator=gen)
+    head[:3] += 14.0 * torch.eye(4)[0]
+    x[:, 0] = 2.0 + x[:, 0].abs()
+    ids, log_p, tail = torch.arange(3).repeat(5, 1), torch.full((5, 3), 0.3).log(), torch.full((5,), 0.1)
+    vocab, results = VocabSpec(true_size=40, student_padded=40, teacher_padded=40), []
+    for dtype in (torch.float32, torch.float64):
+        rows, weight = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (x, head))
+        out = fused_linear_kd(rows, weight, TopKTeacher(ids_NK=ids, log_probs_NK=log_p, tail_N=tail), vocab=vocab, objective=Objective())
+        out.loss_N.sum().backward()
+        results.append((out.loss_N.detach().double(), weight.grad.double()))
+    (loss, grad), (exact, exact_grad) = results
+    outside = 1 - (x.double() @ head.double().t()).softmax(1)[:, :3].sum(1)
+    assert outside.max() < 1e-9 and (out.student_kept_N > 1 - 1e-9).all()
+    torch.testing.assert_close(loss, exact, rtol=1e-5, atol=0)
+    assert exact_grad[3:].abs().max() > 1e-2
+    torch.testing.assert_close(grad, exact_grad, rtol=1e-4, atol=1e-6)
 
 
 def test_kept_masses_are_reported():
