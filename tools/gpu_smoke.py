@@ -141,7 +141,7 @@ def main() -> int:
         result["reference"] = str(args.reference)
         result["reference_difference"] = largest(whole, other)
     export = folder / "export.log"
-    result["export_says"] = export.read_text().strip().splitlines()[-1:] if export.is_file() else None
+    result["export_says"] = [line for line in export.read_text().splitlines() if "logit" in line][-1:] if export.is_file() else None
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import os
+import threading
 import time
 import zlib
 from datetime import UTC, datetime
@@ -238,6 +239,7 @@ def main() -> None:
     parser.add_argument("--teach", action="store_true")
     parser.add_argument("--gate", metavar="FILE", action="append", default=[],
                         help="import everything, then wait for this lock (one for each device, in order): runs started together use a device one after another")
+    parser.add_argument("--limit-s", type=float, help="end with exit code 3 so long after the gates: waiting for them does not count")
     parser.add_argument("--announce", metavar="FILE", help="write this file once the gate is passed")
     parser.add_argument("--wait-for", metavar="FILE", help="import everything, then wait for this file: a teacher whose student is behind a gate")
     parser.add_argument("--own-weights", action="store_true", help="load the models' weights instead of random ones")
@@ -251,6 +253,10 @@ def main() -> None:
     rank, world = rank_and_world()
     start_runtime(recipe)
     gates = [pass_gate(path, rank) for path in args.gate]
+    if args.limit_s:
+        limit = threading.Timer(args.limit_s, os._exit, [3])
+        limit.daemon = True
+        limit.start()
     if args.announce and rank == 0:
         Path(args.announce).touch()
     if args.wait_for:

@@ -3,7 +3,8 @@
     python tools/run_many.py docs/benchmarks/runs_single_gpu.json --out out/bench [--only NAME ...]
 
 The list: {"env": {...}, "runs": [{"name", "command", "timeout_s", "lane", "after"}]}. Runs of one lane go one after another, lanes beside each
-other; `after` names a run that must have ended first; `{out}` and `{name}` in a command are replaced. A failure ends nothing but its own run.
+other; `after` names a run that must have ended first; `{out}` and `{name}` in a command are replaced. A failure ends nothing but its own run,
+and a run's end ends every process it started, torchrun's workers too, which have sessions of their own.
 Prints a line per run and a table last; exit code 0 if all ran.
 """
 
@@ -22,15 +23,14 @@ def run_one(run: dict, out: Path, env: dict) -> dict:
     command = run["command"].format(out=out, name=run["name"])
     started = time.monotonic()
     with log.open("w") as file:
-        process = subprocess.Popen(["bash", "-c", command], stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **env, **run.get("env", {})}, start_new_session=True)
+        mark = f"RUN_MANY={os.getpid()}_{run['name']}"
+        environment = {**os.environ, **env, **run.get("env", {}), "RUN_MANY": mark.split("=")[1]}
+        process = subprocess.Popen(["bash", "-c", command], stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         try:
             code = process.wait(run["timeout_s"])
         except subprocess.TimeoutExpired:
             code = "timeout"
-        try:
-            os.killpg(process.pid, 9)
-        except ProcessLookupError:
-            pass
+        kill_marked(mark.encode())
     result = {"name": run["name"], "command": command, "exit": code, "wall_s": round(time.monotonic() - started, 1)}
     parts = sorted(out.glob(f"{run['name']}.json*"))
     result["results"] = [json.loads(p.read_text()) for p in parts]
@@ -38,6 +38,16 @@ def run_one(run: dict, out: Path, env: dict) -> dict:
         result["log_tail"] = log.read_text(errors="replace")[-1500:]
     print(f"[{run['name']}] exit {code} after {result['wall_s']} s", flush=True)
     return result
+
+
+def kill_marked(mark: bytes) -> None:
+    """SIGKILL to every process that inherited `mark` in its environment (Linux)."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), 9)
+        except (OSError, ValueError):
+            continue
 
 
 def run_lane(runs: list[dict], out: Path, env: dict, done: dict, ended: dict, deadline: float) -> None:

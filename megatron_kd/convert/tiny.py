@@ -7,6 +7,7 @@ Hugging Face directory (config.json, tokenizer, safetensors), so that every read
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megatron_kd.convert import mxfp4, naming
@@ -62,13 +63,12 @@ def write_tiny_model(config: dict, target: str | Path, *, seed: int = 0, std: fl
     model_class = getattr(transformers, config["architectures"][0])
     hf_config = model_class.config_class(**{key: value for key, value in config.items() if key != "architectures"})
     hf_config.architectures = config["architectures"]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    numbers = np.random.default_rng(seed)  # torch's normal_ on a CPU depends on its vector width: the same seed gives another model on another machine
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = model_class(hf_config).float()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                is_scale = "norm" in name and hf_config.model_type not in ("qwen3_5_text", "qwen3_5_moe_text") or name.endswith("linear_attn.norm.weight")
-                parameter.normal_(1.0 if is_scale else 0.0, std)
+        for name, parameter in model.named_parameters():
+            is_scale = "norm" in name and hf_config.model_type not in ("qwen3_5_text", "qwen3_5_moe_text") or name.endswith("linear_attn.norm.weight")
+            parameter.copy_(torch.from_numpy(numbers.standard_normal(tuple(parameter.shape), dtype=np.float32)).mul_(std).add_(1.0 if is_scale else 0.0))
     saved = hf_config.to_dict() | {"architectures": config["architectures"]}
     if packed_mxfp4:
         saved["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
