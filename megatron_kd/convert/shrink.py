@@ -24,8 +24,7 @@ from megatron_kd.plan.models import config_of
 STUDENT_PROCESSES, TEACHER_PROCESSES = 4, 2
 """Largest worlds of a shrunken run."""
 SEQ_LENGTH = 32
-KEPT_BRIDGE_SETTINGS = ("model.moe_aux_loss_coeff", "model.moe_router_load_balancing_type", "model.moe_z_loss_coeff", "model.mtp_loss_scaling_factor", "optimizer.adam_eps",
-                        "checkpoint.dist_ckpt_optim_fully_reshardable")
+KEPT_BRIDGE_SETTINGS = ("model.moe_aux_loss_coeff", "model.moe_router_load_balancing_type", "model.moe_z_loss_coeff", "model.mtp_loss_scaling_factor", "optimizer.adam_eps")
 """Overrides of Bridge that mean the same on a CPU."""
 
 

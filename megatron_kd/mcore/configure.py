@@ -4,12 +4,14 @@ Owns the list of what upstream does wrong or what would break the loss's contrac
 the model is built (Bridge settles some fields only then). Does not build anything.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron_kd.errors import ConfigError, UnsupportedLayout, rule
 from megatron_kd.mcore.model import has_fused_weight_gradient
+from megatron_kd.mcore.optimizer_state import count_for_checkpoints
 
 
 def configure(cfg, *, per_token_loss: bool | None = True) -> None:
@@ -24,6 +26,7 @@ def configure(cfg, *, per_token_loss: bool | None = True) -> None:
         cfg.ddp.average_in_collective = False
     if getattr(model, "gradient_accumulation_fusion", False) and not has_fused_weight_gradient():
         model.gradient_accumulation_fusion = False  # Bridge asks for Transformer Engine alone, and the output layer would refuse to be built
+    register_hook(cfg, "post_wrap_hook", functools.partial(_count_for_checkpoints, cfg))
     tolerate_missing_makefile()
 
 
@@ -38,11 +41,20 @@ def tolerate_missing_makefile() -> None:
 
 
 def register_pre_wrap_hook(cfg, hook: Callable) -> None:
-    """Have `hook(chunks) -> chunks` called on the unwrapped model, before DDP; for providers and for ModelConfig."""
-    if hasattr(cfg.model, "register_pre_wrap_hook"):
-        cfg.model.register_pre_wrap_hook(hook)
+    """Have `hook(chunks) -> chunks` called on the unwrapped model, before DDP."""
+    register_hook(cfg, "pre_wrap_hook", hook)
+
+
+def register_hook(cfg, kind: str, hook: Callable) -> None:
+    """A pre_wrap_hook or post_wrap_hook, for providers and for ModelConfig."""
+    if hasattr(cfg.model, f"register_{kind}"):
+        getattr(cfg.model, f"register_{kind}")(hook)
     else:
-        cfg.model.pre_wrap_hooks.append(hook)
+        getattr(cfg.model, f"{kind}s").append(hook)
+
+
+def _count_for_checkpoints(cfg, chunks: list) -> list:
+    return count_for_checkpoints(chunks, by_parameter=cfg.checkpoint.dist_ckpt_optim_fully_reshardable)
 
 
 def precision_of(cfg) -> str:

@@ -75,10 +75,12 @@ def patch_core() -> None:
 
 
 def _patch_distributed_optimizer() -> None:
-    """Resuming with torch's Adam, which keeps a step count among its tensors: upstream looks for it before the first step, and in the saved tensors."""
+    """Resuming with torch's Adam, which keeps a step count among its tensors: upstream looks for it before the first step, and in the saved tensors, and
+    gives one tensor to all parameters, each of which then counts it up."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    upstream, upstream_set = DistributedOptimizer.state_dict, DistributedOptimizer._set_main_param_and_optimizer_states
+    upstream, upstream_load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+    upstream_set = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def state_dict(self):
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -91,9 +93,14 @@ def _patch_distributed_optimizer() -> None:
             self.optimizer.state.clear()
 
     def set_states(self, model_param, tensors):
-        upstream_set(self, model_param, {"step": None} | tensors)  # None: the count comes with the parameter groups
+        upstream_set(self, model_param, tensors | {"step": None})  # None: the count came with the parameter groups; by bucket this one is the unloaded one
 
-    DistributedOptimizer.state_dict = state_dict
+    def load_state_dict(self, state):
+        upstream_load(self, state)
+        for tensors in self.optimizer.state.values():
+            tensors["step"] = tensors["step"].clone()
+
+    DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict = state_dict, load_state_dict
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 

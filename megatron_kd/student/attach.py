@@ -27,7 +27,7 @@ def attach(cfg, *, teacher: str | TeacherConfig, loss: LossConfig | None = None,
     """Prepare a Bridge ConfigContainer for distillation; training then needs `kd.forward_step` and `kd.callbacks`.
 
     cfg             the student's ConfigContainer, before pretrain() or finetune(). Changed: model.calculate_per_token_loss, ddp.average_in_collective,
-                    and one pre-wrap hook on cfg.model.
+                    one pre-wrap hook and one post-wrap hook on cfg.model.
     teacher         Hugging Face folder or hub name for a teacher beside the student, or a TeacherConfig (placement colocated, streamed, cached).
     loss            the objective; None: forward KL alone at temperature 1.
     stream, cache   settings of those placements.
