@@ -2,8 +2,9 @@
 
     python tools/gpu_report.py OUT docs/benchmarks
 
+What OUT does not hold stays in the files as it was, so that a later machine can fill in what an earlier one left open.
 single_gpu.json: the published comparisons; plan_measured.json: measured peaks beside the committed predictions; two_gpus.json: small models
-under every layout and the stream; quality.json and quality.png: held-out curves. TFLOP/s counts the least work: student forward and
+under every layout, the stream and placements compared; quality.json and quality.png: held-out curves. TFLOP/s counts the least work: student forward and
 backward without recompute, teacher forward, loss 2 V (H_t + 3 H_s) or 2 V 3 H_s a row (megatron_kd/plan/flops.py).
 """
 
@@ -102,16 +103,46 @@ def main() -> None:
                    "megatron_bridge": "0.6.2", "transformers": "5.12.1", "flash_linear_attention": "0.6.0", "tilelang": "0.1.15"}, "list": "docs/benchmarks/runs_h200.json"}
     rows = [timed(n, r, job_of(lists, RECIPE_OF[n.split("_ours")[0].split("_dense")[0].split("_forward")[0].split("_checkpointed")[0].split("_published")[0]], r))
             for n, r in results.items() if n.startswith(("llama_", "gpt_oss_"))]
-    write(out / "single_gpu.json", {**environment, "rows": rows})
-    write(out / "plan_measured.json", {**environment, "rows": planned(results, predictions, lists)})
+    update(out / "single_gpu.json", environment, rows=rows)
+    update(out / "plan_measured.json", environment, rows=[row for row in planned(results, predictions, lists) if row["measured_gib"]])
     smokes = {n: r for n, r in results.items() if n.startswith("smoke_")}
-    streams = {n: {k: r[k] for k in ("step_s", "peak_bytes", "metrics", "losses", "command", "date")} for n, r in results.items() if "streamed" in n and "quality" not in n and "error" not in r}
-    write(out / "two_gpus.json", {**environment, "small_models": smokes, "streamed": streams, "loss_tp2": lines(folder / "tp2.log", ("TFLOP/s", "efficiency")),
-                                   "selfcheck_tp2": lines(folder / "selfcheck_tp2.log", ("checks",)), "kernel_tests": lines(folder / "gpu_tests.log", ("passed", "failed")),
-                                   "stream_tests": lines(folder / "stream_gpu_tests.log", ("GB/s", "TFLOP/s", "passed", "failed"))})
-    quality(results, out, environment)
+    streams = {n: {k: r[k] for k in ("step_s", "peak_bytes", "metrics", "losses", "command", "date")} for n, r in results.items()
+               if "streamed" in n and r.get("step_s") and not n.startswith(("quality", "smoke"))}
+    update(out / "two_gpus.json", environment, small_models=smokes, streamed=streams, placements=[placement(n, r, results) for n, r in results.items() if n.startswith("qwen35_")
+           and not n.endswith(".teacher")],
+           loss_tp2=lines(folder / "tp2_bench.log", ("TFLOP/s", "efficiency")), selfcheck_tp2=lines(folder / "tp2_bench.log", ("checks on",)),
+           kernel_tests=lines(folder / "t_kernels.log", ("passed", "failed")), stream_tests=lines(folder / "t_stream.log", ("GB/s", "TFLOP/s", "passed", "failed")))
+    if any(name.startswith("quality_") for name in results):
+        quality(results, out, environment)
     for row in rows:
         print(row["run"], row["loss"], row.get("error") or f"{row['least_step_s']:.3f} s {row['tflops']:.0f} TFLOP/s {row['peak_gib']:.2f} GiB")
+
+
+def placement(name: str, result: dict, results: dict) -> dict:
+    """One run of a pair: time, tokens, peaks of both sides, losses."""
+    teacher = results.get(f"{name}.teacher")
+    row = {"run": name, "layout": result["layout"], "placement": result["placement"], "recompute": result["recompute"], "global_batch": result["global_batch"],
+           "command": result["command"], "date": result["date"], "teacher_peak_gib": teacher and max(teacher["peak_bytes"]) / 2**30}
+    if "error" in result:
+        return row | {"error": result["error"]}
+    least = min(result["step_s"][1:])
+    return row | {"step_s": result["step_s"], "least_step_s": least, "tokens_per_s_per_gpu": result["seq_length"] * result["global_batch"] / least / 2,
+                  "peak_gib": max(result["peak_bytes"][1:]) / 2**30, "losses": result["losses"], "metrics": result["metrics"]}
+
+
+def update(path: Path, environment: dict, **parts) -> None:
+    """`path` with new rows in the place of those of the same run, and other parts where they are not empty."""
+    content = json.loads(path.read_text()) if path.is_file() else dict(environment)
+    for key, new in parts.items():
+        if new and isinstance(new, dict):
+            content[key] = content.get(key, {}) | new
+        elif new and isinstance(new[0], dict):
+            names = {row["run"]: row for row in new}
+            old = content.get(key, [])
+            content[key] = [names.pop(row["run"], row) for row in old] + list(names.values())
+        elif new:
+            content[key] = new
+    write(path, content)
 
 
 def lines(log: Path, words: tuple[str, ...]) -> list[str]:

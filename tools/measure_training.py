@@ -266,7 +266,7 @@ def main() -> None:
     if not args.own_weights:
         random_teacher()
     if args.teach:
-        teach(recipe, world)
+        teach(recipe, world, args.json)
         return
     if args.synthetic_top_k:
         synthetic_top_k(args.synthetic_top_k)
@@ -304,15 +304,24 @@ def wait_for(path: Path) -> None:
         time.sleep(0.1)
 
 
-def teach(recipe, world: int) -> None:
-    """The product's teacher loop."""
+def teach(recipe, world: int, target: str | None) -> None:
+    """The product's teacher loop; its peak is written to `target` every two seconds, since such a process is often killed."""
     import signal
 
     from megatron_kd.cli import teach as command
 
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    if target and torch.cuda.is_available():
+        threading.Thread(target=write_peak, args=(Path(target), recipe.name), daemon=True).start()
     command.teach(recipe, name="teacher", world=world, stop=lambda: bool(stopped), say=print)
+
+
+def write_peak(path: Path, name: str) -> None:
+    """Forever."""
+    while True:
+        time.sleep(2.0)
+        path.write_text(json.dumps({"name": name, "role": "teacher", "peak_bytes": [0, torch.cuda.max_memory_allocated()]}) + "\n")
 
 
 def train(recipe, args, rank: int, world: int) -> None:
