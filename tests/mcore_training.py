@@ -72,6 +72,7 @@ class Run:
     rampup: tuple | None = None
     skipped: tuple = ()
     freeze_head: bool = False
+    softcap: float | None = None
     random_init: bool = False
     builder: bool = False
     bf16: bool = False
@@ -95,6 +96,8 @@ def config(run: Run, world: int):
         provider = provider_for(run.student, layout=layout, dtype=dtype, seq_length=SEQ, load_weights=not run.random_init, overrides=dict(run.overrides))
     if run.freeze_head:
         provider.register_pre_wrap_hook(freeze_head)
+    if run.softcap:
+        provider.register_pre_wrap_hook(functools.partial(cap_head, softcap=run.softcap))
     sharded = run.distributed_optimizer
     return bridge.ConfigContainer(
         model=provider,
@@ -133,6 +136,16 @@ def model_config(run: Run, layout):
 def freeze_head(chunks):
     """Pre-wrap hook."""
     chunks[-1].output_layer.weight.requires_grad_(False)
+    return chunks
+
+
+def cap_head(chunks, softcap):
+    """Pre-wrap hook: the output layer of Bridge's Gemma 2, which caps its logits."""
+    from megatron.bridge.models.gemma.gemma2_provider import Gemma2OutputLayer
+
+    if chunks[-1].post_process:
+        chunks[-1].output_layer.__class__ = Gemma2OutputLayer
+        chunks[-1].output_layer.config.final_logit_softcapping = softcap
     return chunks
 
 
@@ -238,8 +251,8 @@ class DenseStep:
         needs_data = inner.pre_process or inner.post_process
         batch = next(data_iterator) if needs_data else dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask"))
 
-        def logits(*, hidden_states, output_layer, output_weight, **_):
-            return output_layer(hidden_states, weight=output_weight)[0].transpose(0, 1).contiguous()
+        def logits(*, hidden_states, output_layer, output_weight, scale_logits, **_):
+            return scale_logits(output_layer(hidden_states, weight=output_weight)[0]).transpose(0, 1).contiguous()
 
         output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], output_processor=logits)
         return output, lambda logits: self.loss(logits, batch, inner)

@@ -61,8 +61,8 @@ def head_transform(lm: torch.nn.Module) -> HeadTransform:
     name = next(cls.__name__ for cls in type(lm.output_layer).__mro__ if "forward" in vars(cls))
     if name in PLAIN_LAYERS:
         return HeadTransform(scale=scale)
-    if name in CAPPED_LAYERS:
-        return HeadTransform(scale=scale, softcap=lm.config.final_logit_softcapping or None)
+    if name in CAPPED_LAYERS and scale == 1.0:  # Megatron would scale capped logits, where HeadTransform caps scaled ones
+        return HeadTransform(softcap=lm.config.final_logit_softcapping or None)
     raise UnsupportedLayout(rule("output_layer", name, "its forward may change the logits in a way that the loss would lose (quantised heads and adapters too)",
                                  f"Known are {', '.join(PLAIN_LAYERS + CAPPED_LAYERS)}"))
 

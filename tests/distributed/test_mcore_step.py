@@ -16,6 +16,9 @@ CASES = {  # every case differs from the others in one thing that the plugin han
     "model without output_processor, tied, TP": dict(student="tied", tp=2, fallback=True, eval_iters=2),
     "frozen head": dict(student="llama", freeze_head=True),
     "multi-token prediction, teacher's head tied": dict(student="llama", teacher="teacher_full", tp=2, random_init=True, overrides=(("mtp_num_layers", 1), ("cross_entropy_loss_fusion", False))),  # Megatron's fused cross-entropy rounds its gradient to bf16
+    "soft-capped head, TP with SP": dict(student="llama", tp=2, sp=True, softcap=0.5),
+    "muP's logit scale": dict(student="tied", overrides=(("use_mup", True), ("mup_base_hidden_size", 8))),
+    "muP's logit scale, multi-token prediction": dict(student="llama", teacher="teacher_full", tp=2, random_init=True, overrides=(("use_mup", True), ("mup_base_hidden_size", 8), ("mtp_num_layers", 1), ("cross_entropy_loss_fusion", False))),
     "megatron-core's ModelConfig and builder": dict(student="llama", tp=2, builder=True),
     "bf16, sharded optimizer": dict(student="llama", dp=2, bf16=True, distributed_optimizer=True),
     "EP, combined 1F1B schedule, which takes bf16 only": dict(student="gptoss", ep=2, bf16=True, overrides=(("overlap_moe_expert_parallel_comm", True),)),
