@@ -9,12 +9,15 @@
   megatron-kd convert export TARGET --recipe RECIPE   a run's newest checkpoint -> Hugging Face
   megatron-kd convert export TARGET --checkpoint DIR --reference MODEL
 
-import, export and router-stats also run under torchrun with --tp, --pp, --ep. A target appears whole or not at all.
+import and export need the memory of one layer and a scratch file as large as the weights; export's check needs the memory of the model.
+With router-stats they also run under torchrun with --tp, --pp, --ep. A target appears whole or not at all.
 """
 
 import argparse
 import json
 import os
+import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +25,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megatron_kd.errors import ConvertError, rule
 from megatron_kd.layout import ParallelLayout
+
+SECONDS_BETWEEN_LINES = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.add_argument("--router-stats", help="JSON of `convert router-stats`")
             action.add_argument("--experts", help="or: JSON {layer: [expert, ...]}")
         if name == "import":
-            _add_layout(action)
+            _add_layout(action, device="cpu")
+            _add_scratch(action)
     stats = actions.add_parser("router-stats", help="which experts a model uses on a text")
     stats.add_argument("source"), stats.add_argument("target")
     stats.add_argument("--text", required=True, help=".txt or .jsonl file, or a folder of them")
@@ -58,11 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--no-check", action="store_true", help="do not compare logits with transformers")
     export.add_argument("--overwrite", action="store_true", help="replace an existing target")
     export.add_argument("overrides", nargs="*", help="key=value for the recipe")
-    _add_layout(export)
+    _add_layout(export, device="cpu")
+    _add_scratch(export)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run one action; returns the exit code."""
+    if getattr(args, "device", None) == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks for GPUs: the CPU runtime is for machines without one
     return {"info": _info, "head": _head, "text": _prune, "prune": _prune, "import": _import, "export": _export, "router-stats": _router_stats}[args.action](args)
 
 
@@ -75,11 +84,15 @@ def layers_from_text(text: str) -> list[int]:
         raise ConvertError(rule("--layers", text, "must be numbers and ranges with commas", "For example 0,1,4-7")) from e
 
 
-def _add_layout(parser: argparse.ArgumentParser) -> None:
+def _add_layout(parser: argparse.ArgumentParser, device: str = "auto") -> None:
     for name in ("tp", "pp", "ep", "etp"):
         parser.add_argument(f"--{name}", type=int, default=1, help="parallel degree of the world that torchrun started")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="weights in the target")
-    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="where the model is built")
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default=device, help=f"where the model is built ({device})")
+
+
+def _add_scratch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--scratch", metavar="DIR", help="a directory on a disk, for a file as large as the weights while this runs (beside the target)")
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -100,7 +113,7 @@ def _info(args: argparse.Namespace) -> int:
 def _head(args: argparse.Namespace) -> int:
     from megatron_kd.convert.head import extract_head
 
-    with _progress("head") as progress:
+    with _progress("head") as (progress,):
         head = extract_head(args.source, args.target, overwrite=args.overwrite, progress=progress)
     print(f"{head.name} [{head.num_rows}, {head.width}]{' (tied to the embedding)' if head.tied else ''} -> {args.target}")
     return 0
@@ -117,7 +130,7 @@ def _prune(args: argparse.Namespace) -> int:
             raise ConvertError(rule("prune", args.source, "nothing to drop was named", "Give --layers, --num-layers, --num-experts or --experts"))
         spec = PruneConfig(keep_layers=layers_from_text(args.layers) if args.layers else None, num_layers=args.num_layers, num_experts=args.num_experts,
                            keep_experts=args.experts, router_statistics=args.router_stats)
-    with _progress(args.action) as progress:
+    with _progress(args.action) as (progress,):
         prune(args.source, args.target, spec, overwrite=args.overwrite, progress=progress)
     before, after = Checkpoint.open(args.source), Checkpoint.open(args.target)
     print(f"{before.num_bytes / 2**30:.3f} GiB, {before.text_config['num_hidden_layers']} layers -> {after.num_bytes / 2**30:.3f} GiB, "
@@ -129,7 +142,8 @@ def _import(args: argparse.Namespace) -> int:
     from megatron_kd.convert.export import import_hf
 
     layout, dtype = _join_world(args)
-    import_hf(args.source, args.target, layout=layout, dtype=dtype)
+    with _progress("convert", "write") as (converted, written):
+        import_hf(args.source, args.target, layout=layout, dtype=dtype, scratch=args.scratch, progress=converted, write_progress=written)
     _say(f"{args.source} -> {args.target} ({layout.describe()})")
     return 0
 
@@ -149,8 +163,9 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_kd.convert.export import export_hf
 
     layout, dtype = _join_world(args)
-    with _progress("export") as progress:
-        done = export_hf(checkpoint, args.target, reference=reference, layout=layout, dtype=dtype, check=not args.no_check, overwrite=args.overwrite, progress=progress)
+    with _progress("read", "export") as (read, written):
+        done = export_hf(checkpoint, args.target, reference=reference, layout=layout, dtype=dtype, check=not args.no_check, overwrite=args.overwrite,
+                         scratch=args.scratch, progress=written, read_progress=read)
     checked = "" if done.max_logit_error is None else f", logits equal transformers' within {done.max_logit_error:.2e}"
     _say(f"{done.num_tensors} tensors, {done.num_bytes / 2**30:.3f} GiB -> {args.target}{checked}")
     return 0
@@ -170,7 +185,7 @@ def _router_stats(args: argparse.Namespace) -> int:
     dp = Groups.current().dp
     total = max(1, args.tokens // (args.seq * dp.size()))
     batches = token_sequences(args.text, args.source, seq_length=args.seq, rank=dp.rank(), num_ranks=dp.size(), limit=total)
-    with RouterStatistics(chunks) as statistics, _progress("tokens") as progress:
+    with RouterStatistics(chunks) as statistics, _progress("tokens") as (progress,):
         for step, tokens_s in enumerate(batches):
             tokens_bs = tokens_s[None]
             hidden_rows(model.language_model(chunks[0]), TokenBlock(tokens_bs=tokens_bs, loss_mask_bs=torch.ones(tokens_bs.shape), step=step, micro_batch=0))
@@ -219,16 +234,33 @@ def _join_world(args: argparse.Namespace) -> tuple[ParallelLayout, object]:
 
 
 class _progress:
-    """A bar over bytes (or tokens) on rank 0's terminal; its calls are (done, total or None, name)."""
+    """Progress over bytes (or tokens) on rank 0: a bar for each title on a terminal, a line now and then elsewhere.
 
-    def __init__(self, title: str):
+    Gives a call (done, total or None, what was done last) for each title.
+    """
+
+    def __init__(self, *titles: str):
         columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[name]}")]
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=_rank() != 0)
-        self._task = self._bar.add_task(title, total=None, name="")
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console, transient=True, disable=_rank() != 0 or not console.is_terminal)
+        self._prints_lines = _rank() == 0 and not console.is_terminal
+        self._titles, self._last_line_s = titles, time.monotonic()
 
     def __enter__(self):
         self._bar.start()
-        return lambda done, total, name: self._bar.update(self._task, completed=done, total=total, name=name)
+        return tuple(self._callback(title) for title in self._titles)
 
     def __exit__(self, *_):
         self._bar.stop()
+
+    def _callback(self, title: str):
+        task = self._bar.add_task(title, total=None, name="", start=False, visible=False)
+
+        def call(done: int, total: int | None, name: str) -> None:
+            self._bar.start_task(task)
+            self._bar.update(task, completed=done, total=total, name=name, visible=True)
+            if self._prints_lines and time.monotonic() - self._last_line_s > SECONDS_BETWEEN_LINES:
+                self._last_line_s = time.monotonic()
+                print(f"{title} {done / 2**30:.3f} of {'?' if total is None else f'{total / 2**30:.3f}'} G  {name}", file=sys.stderr, flush=True)
+
+        return call

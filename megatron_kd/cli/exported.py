@@ -23,10 +23,10 @@ def is_megatron_checkpoint(path: Path) -> bool:
     return (path / ".metadata").is_file() or (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("iter_*/.metadata"))
 
 
-def exported_teacher(checkpoint: str, reference: str, root: Path, *, precision: str, device: str) -> str:
+def exported_teacher(checkpoint: str, reference: str, root: Path, *, precision: str) -> str:
     """A Hugging Face folder under `root` with the weights of `checkpoint` (its newest iteration); `reference`: the folder that it was trained from.
 
-    Made once for each iteration, by one process that holds the whole model; takes the room of its weights. Errors: ConfigError where
+    Made once for each iteration, by one process on the CPU; takes the room of its weights on disk, and as much again meanwhile. Errors: ConfigError where
     `reference` is no local folder, ConvertError where there is no finished iteration or the weights do not fit.
     """
     from megatron_kd.mcore.checkpoint import iteration_dir
@@ -39,11 +39,11 @@ def exported_teacher(checkpoint: str, reference: str, root: Path, *, precision: 
     target = root / f"{iteration.parent.name}_{iteration.name}_{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     if not (target / "config.json").is_file():
         command = [sys.executable, "-m", "megatron_kd", "convert", "export", str(target), "--checkpoint", str(iteration), "--reference", reference,
-                   "--dtype", precision, "--device", device, "--no-check"]
+                   "--dtype", precision, "--no-check"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or ["no output"]
             raise ConvertError(rule("teacher.checkpoint", checkpoint, f"cannot be written as a Hugging Face folder: {lines[-1]}",
-                                    "Run `megatron-kd convert export` by hand, under torchrun for a large model, and set teacher.model"))
+                                    "Run `megatron-kd convert export` by hand and set teacher.model"))
     return str(target)

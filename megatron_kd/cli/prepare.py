@@ -39,7 +39,7 @@ def prepare_models(recipe: Recipe) -> Models:
     with only_one(root):
         teacher = _resolve(recipe.teacher.model, root, "teacher.model")
         if recipe.teacher.checkpoint is not None:
-            teacher = exported_teacher(recipe.teacher.checkpoint, teacher, root, precision=recipe.teacher.precision, device=recipe.device)
+            teacher = exported_teacher(recipe.teacher.checkpoint, teacher, root, precision=recipe.teacher.precision)
         base = _resolve(recipe.student.model, root, "student.model")
         student = _prune(recipe, base, root) if recipe.student.init == "pruned" else base
     return Models(

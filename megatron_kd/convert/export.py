@@ -1,10 +1,13 @@
 """Whole models between Hugging Face and Megatron: import a directory as a Megatron checkpoint, export a distilled one back.
 
 Owns the two directions and the parity check. Called by the CLI on every rank of one world (one process, or under torchrun with
-a layout). Weights stream tensor by tensor into the target on rank 0; the model itself is spread over the ranks.
+a layout). Weights stream tensor by tensor between the two formats. On a CPU the model between them is spread over the ranks and lies in an
+unnamed scratch file of each (mcore/on_disk.py); on a GPU it lies in its memory.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_kd.convert import mxfp4, naming
 from megatron_kd.convert.hf_index import Checkpoint, read_json
-from megatron_kd.convert.writer import CheckpointWriter, Progress, check_target
+from megatron_kd.convert.writer import CheckpointWriter, Progress, check_room, check_target, whole_directory
 from megatron_kd.errors import ConvertError, rule
 from megatron_kd.layout import ParallelLayout
 
@@ -33,27 +36,40 @@ class Exported:
     """|Megatron - transformers| over random tokens as `_check_parity` takes it; None where the check was switched off or runs on another rank."""
 
 
-def import_hf(source: str | Path, target: str | Path, *, layout: ParallelLayout, dtype: torch.dtype = torch.bfloat16) -> Path:
+def import_hf(source: str | Path, target: str | Path, *, layout: ParallelLayout, dtype: torch.dtype = torch.bfloat16, scratch: str | Path | None = None,
+              progress: Progress | None = None, write_progress: Progress | None = None) -> Path:
     """Write the Hugging Face model `source` as a Megatron checkpoint in `target`. Collective.
 
-    Errors: ConvertError where source is damaged (found before the model is built) or the target is not empty.
+    `scratch`: directory for this process's share of the weights on the way (None: beside the target). `progress` counts the bytes converted,
+    `write_progress` those written. Errors: ConvertError where source is damaged (found before the model is built), the target is not empty or a
+    disk is full; the target is then as it was.
     """
     from megatron_kd.mcore import checkpoint, model
 
-    Checkpoint.open(source)
+    read = Checkpoint.open(source)
     check_target(target, overwrite=False)
-    chunks = model.build_model(model.teacher_provider(source, layout=layout, dtype=dtype), seed=0)
-    checkpoint.save_weights(chunks, target, tokenizer=source)
+    parent = Path(target).absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    check_room(parent, _plain_bytes(read, dtype))
+    provider = _weightless_provider(source, layout, dtype, scratch or parent)
+    bridge = model.bridge_for(source, dtype)
+    provider.register_pre_wrap_hook(lambda chunks: checkpoint.load_hf_weights(bridge, chunks, progress))
+    chunks = model.build_model(provider, seed=0)
+    with _whole_checkpoint(target) as partial:
+        checkpoint.save_weights(chunks, partial, tokenizer=source, progress=write_progress)
     return Path(target)
 
 
 def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str | Path, layout: ParallelLayout, dtype: torch.dtype = torch.bfloat16,
-              max_logit_error: float | None = None, check: bool = True, overwrite: bool = False, progress: Progress | None = None) -> Exported:
+              max_logit_error: float | None = None, check: bool = True, overwrite: bool = False, scratch: str | Path | None = None,
+              progress: Progress | None = None, read_progress: Progress | None = None) -> Exported:
     """Write a Megatron checkpoint as a Hugging Face directory that transformers loads. Collective; rank 0 writes.
 
     `reference`: directory with the student's config.json and tokenizer (the model it was started from). With `check`, transformers
     loads the result before it is moved into place and must give the same logits; `max_logit_error` None means 1e-4 in fp32 for every
-    token, and four bf16 roundings of the largest logit for the median token in bf16. Errors: ConvertError; the target is then as it was.
+    token, and four bf16 roundings of the largest logit for the median token in bf16; the check needs the memory of the whole result on rank 0.
+    `scratch`: directory for this process's share of the weights on the way (None: beside the target). `read_progress` counts the bytes read
+    from the checkpoint, `progress` those written. Errors: ConvertError; the target is then as it was.
     """
     from megatron_kd.mcore import checkpoint, model
 
@@ -61,7 +77,7 @@ def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str 
     config = naming.text_only_config(read_json(Path(reference) / "config.json"))
     saved = checkpoint.run_config(checkpoint_dir).get("model", {})
     mtp_layers = saved.get("mtp_num_layers") or None
-    chunks = _trained_model(checkpoint_dir, reference, layout, dtype, mtp_layers)
+    chunks = _trained_model(checkpoint_dir, reference, layout, dtype, mtp_layers, scratch or Path(target).absolute().parent, read_progress)
     tokens_bs = torch.randint(0, config["vocab_size"], PARITY_TOKENS, generator=torch.Generator().manual_seed(0))
     ours_bsV = _logits_on_rank_0(checkpoint.forward_logits(chunks, tokens_bs)) if check else None
     checkpoint.merge_adapters(chunks)
@@ -82,30 +98,60 @@ def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str 
     return Exported(num_tensors=num_tensors, num_bytes=writer.num_bytes, max_logit_error=error)
 
 
-def _trained_model(checkpoint_dir: str | Path, reference: str | Path, layout: ParallelLayout, dtype: torch.dtype, mtp_layers: int | None) -> list[torch.nn.Module]:
+def _weightless_provider(source: str | Path, layout: ParallelLayout, dtype: torch.dtype, scratch: str | Path, mtp_layers: int | None = None):
+    """A provider of `source` whose CPU weights will be zeros in a file in `scratch`."""
+    from megatron_kd.mcore import model
+    from megatron_kd.mcore.on_disk import move_to_file
+
+    provider = model.teacher_provider(source, layout=layout, dtype=dtype, load_weights=False,
+                                      overrides={"mtp_num_layers": mtp_layers, "perform_initialization": False})
+    provider.register_pre_wrap_hook(lambda chunks: move_to_file(chunks, scratch))
+    return provider
+
+
+def _trained_model(checkpoint_dir: str | Path, reference: str | Path, layout: ParallelLayout, dtype: torch.dtype, mtp_layers: int | None,
+                   scratch: str | Path, progress: Progress | None) -> list[torch.nn.Module]:
     """The checkpoint's model; for adapters the reference's weights under them."""
     from megatron_kd.mcore import checkpoint, model
 
     peft = checkpoint.adapters_of(checkpoint_dir)
-    provider = model.teacher_provider(reference, layout=layout, dtype=dtype, load_weights=peft is not None, overrides={"mtp_num_layers": mtp_layers})
+    provider = _weightless_provider(reference, layout, dtype, scratch, mtp_layers)
     if peft is None:
         chunks = model.build_model(provider, seed=0)
-        checkpoint.load_weights(chunks, checkpoint_dir)
+        checkpoint.load_weights(chunks, checkpoint_dir, progress)
         return chunks
-    provider.register_pre_wrap_hook(lambda built: peft(built, training=False))
+    bridge = model.bridge_for(reference, dtype)
+    provider.register_pre_wrap_hook(lambda chunks: checkpoint.load_hf_weights(bridge, chunks, progress))
+    provider.register_pre_wrap_hook(lambda chunks: peft(chunks, training=False))
     chunks = model.build_model(provider, seed=0)
     checkpoint.load_adapters(chunks, checkpoint_dir, peft)
     return chunks
 
 
+@contextlib.contextmanager
+def _whole_checkpoint(target: str | Path) -> Iterator[Path]:
+    """The hidden directory that rank 0 makes for all ranks, and moves to `target` when every rank's block has ended. Collective."""
+    with contextlib.ExitStack() as stack:
+        partial = [str(stack.enter_context(whole_directory(target))) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(partial, src=0)
+        yield Path(partial[0])
+        dist.barrier()
+        for config in Path(partial[0]).glob("iter_*/run_config.yaml") if dist.get_rank() == 0 else ():
+            config.write_text(config.read_text(encoding="utf-8").replace(partial[0], str(Path(target).absolute())), encoding="utf-8")
+    dist.barrier()
+
+
 def _expected_bytes(reference: str | Path, dtype: torch.dtype) -> int | None:
     """About what the export will write, from the reference's weights; None where it has none."""
-    try:
-        specs = Checkpoint.open(reference).specs
-    except ConvertError:
-        return None
-    values_per_element = {name: 0 if name.endswith(mxfp4.SCALES) else 2 if name.endswith(mxfp4.BLOCKS) else 1 for name in specs}
-    return sum(math.prod(spec.shape) * values_per_element[name] for name, spec in specs.items()) * dtype.itemsize
+    with contextlib.suppress(ConvertError):
+        return _plain_bytes(Checkpoint.open(reference), dtype)
+    return None
+
+
+def _plain_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Bytes of all its tensors in `dtype`, MXFP4 unpacked."""
+    values_per_element = {name: 0 if name.endswith(mxfp4.SCALES) else 2 if name.endswith(mxfp4.BLOCKS) else 1 for name in checkpoint.specs}
+    return sum(math.prod(spec.shape) * values_per_element[name] for name, spec in checkpoint.specs.items()) * dtype.itemsize
 
 
 def _exported_config(config: dict, mtp_layers: int | None, dtype: torch.dtype) -> dict:

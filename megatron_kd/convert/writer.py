@@ -13,7 +13,7 @@ import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -43,10 +43,8 @@ class CheckpointWriter:
         self.num_bytes = 0
         check_target(self.target, overwrite)
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.target.parent).free
-        if expected_bytes is not None and expected_bytes > free:
-            raise ConvertError(rule("disk space", f"{free / 2**30:.2f} GiB free in {self.target.parent}", f"needs {expected_bytes / 2**30:.2f} GiB",
-                                    "Free space or choose another target; nothing was written"))
+        check_room(self.target.parent, expected_bytes or 0)
+        self._whole = contextlib.ExitStack()
         self._dir: Path | None = None
         self._file = None
         self._entries: dict[str, dict] = {}
@@ -55,24 +53,19 @@ class CheckpointWriter:
         self._seen: set[str] = set()
 
     def __enter__(self) -> "CheckpointWriter":
-        prefix = f".{self.target.name}.partial-{socket.gethostname()}-"
-        _remove_abandoned(self.target.parent, prefix)
-        self._dir = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=self.target.parent))
+        self._dir = self._whole.enter_context(whole_directory(self.target, overwrite=self._overwrite))
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        except OSError as e:
-            raise self._translate(e) from e
-        finally:
-            if self._file is not None:
-                with contextlib.suppress(OSError):  # closing flushes, and a full disk fails once more
-                    self._file.close()
-            shutil.rmtree(self._dir, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise self._translate(error) from error
+        with self._whole:  # moves the directory into place, or removes it
+            try:
+                if error is not None:
+                    raise error
+                self.close_shards()
+            finally:
+                if self._file is not None:
+                    with contextlib.suppress(OSError):  # closing flushes, and a full disk fails once more
+                        self._file.close()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append one tensor; its bytes are on their way to disk when this returns."""
@@ -142,26 +135,45 @@ class CheckpointWriter:
         self._shards.append(self._entries)
         self._entries, self._entry_bytes = {}, 0
 
-    def _finish(self) -> None:
-        self.close_shards()
-        os.chmod(self._dir, 0o755)
-        aside = None
-        if self.target.exists() and self._overwrite:
-            aside = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.replaced-", dir=self.target.parent)) / "old"
-            os.rename(self.target, aside)
-        try:
-            os.rename(self._dir, self.target)
-        except OSError:
-            if aside is not None:
-                os.rename(aside, self.target)
-            raise
-        if aside is not None:
-            shutil.rmtree(aside.parent)
 
-    def _translate(self, error: OSError) -> ConvertError:
-        why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
-        return ConvertError(rule("target", str(self.target), f"could not be written: {why}; the target is as it was before",
-                                 "Free space or choose another target, then run the same command again"))
+@contextlib.contextmanager
+def whole_directory(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
+    """A hidden sibling of `target` to write into; it becomes `target` when the block ends, and is removed where the block raises.
+
+    Errors: ConvertError for whatever the file system refuses, in the block too; the target is then as it was.
+    """
+    target = Path(target).absolute()
+    prefix = f".{target.name}.partial-{socket.gethostname()}-"
+    partial = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(target.parent, prefix)
+        partial = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=target.parent))
+        yield partial
+        _move_into_place(partial, target, overwrite)
+    except OSError as e:
+        why = "the disk is full" if e.errno in (errno.ENOSPC, errno.EDQUOT) else str(e)
+        raise ConvertError(rule("target", str(target), f"could not be written: {why}; the target is as it was before",
+                                "Free space or choose another target, then run the same command again")) from e
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move_into_place(partial: Path, target: Path, overwrite: bool) -> None:
+    os.chmod(partial, 0o755)
+    aside = None
+    if target.exists() and overwrite:
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.replaced-", dir=target.parent)) / "old"
+        os.rename(target, aside)
+    try:
+        os.rename(partial, target)
+    except OSError:
+        if aside is not None:
+            os.rename(aside, target)
+        raise
+    if aside is not None:
+        shutil.rmtree(aside.parent)
 
 
 def check_target(target: str | os.PathLike, overwrite: bool) -> None:
@@ -169,6 +181,14 @@ def check_target(target: str | os.PathLike, overwrite: bool) -> None:
     target = Path(target)
     if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
         raise ConvertError(rule("target", str(target), "exists and is not an empty directory", "Choose another, remove it, or pass --overwrite"))
+
+
+def check_room(directory: Path, num_bytes: int) -> None:
+    """ConvertError where `directory`'s file system has less than `num_bytes` free."""
+    free = shutil.disk_usage(directory).free
+    if num_bytes > free:
+        raise ConvertError(rule("disk space", f"{free / 2**30:.2f} GiB free in {directory}", f"needs {num_bytes / 2**30:.2f} GiB",
+                                "Free space or choose another target; nothing was written"))
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:

@@ -1,17 +1,25 @@
 """Megatron checkpoint directories: finding, loading and saving weights, and giving them back under Hugging Face's names.
 
 Owns the calls into Bridge's checkpoint code that need no trainer. Called by convert/export.py on every rank of a world whose
-model parallelism is initialised; models come from model.py. Optimizer state is left alone.
+model parallelism is initialised; models come from model.py. Optimizer state is left alone. CPU models are filled and written in place (on_disk.py),
+so that beyond the model itself the memory is that of one layer.
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import yaml
 
 from megatron_kd.errors import ConvertError, rule
+from megatron_kd.mcore.on_disk import in_place
 
+Progress = Callable[[int, int, str], None]
+"""Called with the bytes done, all bytes, and what was just finished; on this rank's share."""
+SECONDS_BETWEEN_LOOKS = 0.25
 EMBEDDING_ROWS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "word_embeddings.weight")
 """Endings of Hugging Face tensors with one row a token, which Megatron pads to a multiple of tp."""
 
@@ -38,21 +46,69 @@ def run_config(checkpoint: str | Path) -> dict:
     return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: str | Path) -> None:
+def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: str | Path, progress: Progress | None = None) -> None:
     """Load model weights from a Megatron checkpoint of any layout into unwrapped chunks. Collective.
 
     Errors: ConvertError where a weight of the model is not in the checkpoint.
     """
     from megatron.bridge.training.checkpointing import _load_model_weights_from_checkpoint
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from torch.distributed.checkpoint.api import CheckpointException
 
     path = iteration_dir(checkpoint)
     try:
-        _load_model_weights_from_checkpoint(str(path), list(chunks))
+        with in_place(chunks) as shards, _watched(lambda: _num_bytes(shards), _num_bytes_read(), progress):
+            on_gpu = next(chunks[0].parameters()).device.type != "cpu"
+            loaded = _load_model_weights_from_checkpoint(str(path), list(chunks), return_state_dict=not on_gpu)
     except (Exception, CheckpointException) as e:  # several types for one fault; torch's CheckpointException is a BaseException
         why = str(e).strip().splitlines()[-1]
         raise ConvertError(rule("checkpoint", str(path), f"does not fit this model: {why}",
                                 "Give the Hugging Face reference (config) that the checkpoint was trained from")) from e
+    if not on_gpu:
+        own = {shard.data.data_ptr() for shard in shards}
+        weights = [t for name, part in loaded.items() if name.startswith("model") for t in nested_values(part) if torch.is_tensor(t)]
+        assert all(t.data_ptr() in own for t in weights), "megatron-core loaded a weight into memory of its own"
+
+
+@torch.no_grad()
+def load_hf_weights(bridge, chunks: Sequence[torch.nn.Module], progress: Progress | None = None) -> None:
+    """Copy the weights of an AutoBridge's Hugging Face folder into unwrapped chunks, tensor by tensor. Collective.
+
+    As Bridge's own loader, which keeps every fused expert tensor that it read until the end (unpacked, where they are MXFP4): here a layer's are
+    let go with the layer. Errors: ConvertError names the parameters that the folder has nothing for.
+    """
+    inner, source = bridge._model_bridge, bridge.hf_pretrained
+    tasks = [task for task in inner.build_conversion_tasks(source, list(chunks)) if task is not None and task.megatron_module is not None]
+    _check_all_found(chunks, tasks)
+    num_bytes = [task.param_weight.numel() * task.param_weight.element_size() for task in tasks]
+    layer, fused, done = None, {}, 0
+    for i, task in enumerate(tasks):
+        if layer != (layer := re.findall(r"layers\.\d+", task.global_param_name)):
+            fused.clear()
+        name = str(task.mapping.hf_param)
+        tensors = fused[name] if name in fused else inner.maybe_modify_loaded_hf_weight(task.mapping.hf_param, source.state)
+        if getattr(task.mapping, "is_grouped_export", False):
+            fused[name] = tensors
+        weight = task.mapping.hf_to_megatron(tensors, task.megatron_module)
+        if weight is not None:
+            if weight.shape != task.param_weight.shape:
+                raise ConvertError(rule(task.global_param_name, tuple(weight.shape), f"must be {tuple(task.param_weight.shape)} for this config",
+                                        "The config and the weights are of different models"))
+            task.param_weight.copy_(weight)
+        done += num_bytes[i]
+        if progress is not None:
+            progress(done, sum(num_bytes), f"{i + 1} of {len(tasks)}: {task.global_param_name}")
+    inner._broadcast_shared_embeddings(list(chunks))
+
+
+def _check_all_found(chunks: Sequence[torch.nn.Module], tasks: list) -> None:
+    """A tied output layer of a later pipeline stage gets its weight from the first stage."""
+    found = {task.param_weight.data_ptr() for task in tasks}
+    missing = [name for chunk in chunks for name, p in chunk.named_parameters() if p.data_ptr() not in found
+               and not (name == "output_layer.weight" and chunk.share_embeddings_and_output_weights)]
+    if missing:
+        raise ConvertError(rule("weights", missing[:4], f"{len(missing)} of the model's parameters have no weight in the Hugging Face folder",
+                                "Check that config.json belongs to these weights"))
 
 
 def adapters_of(checkpoint: str | Path):
@@ -112,11 +168,55 @@ def _merge_adapter(wrapper: torch.nn.Module) -> None:
         weight.copy_(full)
 
 
-def save_weights(chunks: Sequence[torch.nn.Module], directory: str | Path, *, tokenizer: str | Path | None = None) -> None:
+def save_weights(chunks: Sequence[torch.nn.Module], directory: str | Path, *, tokenizer: str | Path | None = None, progress: Progress | None = None) -> None:
     """Write the weights as a Megatron checkpoint (iter_0000000, no optimizer state) with its run_config.yaml. Collective."""
     from megatron.bridge.training.model_load_save import save_megatron_model
 
-    save_megatron_model(list(chunks), str(directory), hf_tokenizer_path=str(tokenizer) if tokenizer else None)
+    def written() -> int:
+        return sum(file.stat().st_size for file in Path(directory).glob(f"iter_*/__{torch.distributed.get_rank()}_*"))
+
+    with in_place(chunks) as shards, _watched(lambda: _num_bytes(shards, main_replicas=True), written, progress):
+        save_megatron_model(list(chunks), str(directory), hf_tokenizer_path=str(tokenizer) if tokenizer else None)
+
+
+def _num_bytes(shards: list, *, main_replicas: bool = False) -> int:
+    """Bytes of all shards, or of those that this rank writes."""
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+    return sum(shard.data.numel() * shard.data.element_size() for shard in list(shards) if not main_replicas or is_main_replica(shard.replica_id))
+
+
+def _num_bytes_read() -> Callable[[], int]:
+    """Counts what this process reads from files from now on."""
+    def count() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])  # "rchar: N"
+
+    start = count()
+    return lambda: count() - start
+
+
+@contextlib.contextmanager
+def _watched(total_bytes: Callable[[], int], done_bytes: Callable[[], int], progress: Progress | None) -> Iterator[None]:
+    """Reports, from a thread of its own, on a call into Megatron that reports nothing. The total may be 0 while it is not known."""
+    if progress is None:
+        yield
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(SECONDS_BETWEEN_LOOKS):
+            total = total_bytes()
+            if total:
+                progress(min(done_bytes(), total), total, "")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+        progress(total_bytes(), total_bytes(), "")
+    finally:
+        over.set()
+        thread.join()
 
 
 def hf_tensors(bridge, chunks: Sequence[torch.nn.Module], *, vocab_size: int) -> Iterator[tuple[str, torch.Tensor]]:
