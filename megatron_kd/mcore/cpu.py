@@ -9,7 +9,8 @@ What it does, each needed by code that was seen to fail without it:
      `torch.cuda.*` (Megatron's optimizers compare these strings);
   2. `torch.cuda.*`: current device, streams, events, NVTX and memory queries become inert; CUDA RNG state is the CPU's RNG state;
   3. torch.compile is off (Megatron's jit fuser would ask for a C++ tool chain);
-  4. Megatron-Bridge imports transformer_engine and nvidia_resiliency_ext unconditionally: stubs are shown while it is imported;
+  4. Megatron-Bridge imports transformer_engine and nvidia_resiliency_ext unconditionally: stubs are shown while it is imported; after that, GPU
+     packages look as if they were not installed;
   5. the patches of cpu_patches.py.
 """
 
@@ -61,6 +62,7 @@ def install(num_threads: int | None = None) -> None:
     _replace_torch_cuda()
     CudaToCpu().__enter__()
     _stub_resiliency()
+    sys.modules.update(dict.fromkeys(_GPU_PACKAGES))
     import megatron.core  # noqa: F401 -- patched next
 
     from megatron_kd.mcore import cpu_patches
@@ -226,7 +228,10 @@ class _NoTransformerEngine(torch.nn.Module):
         raise RuntimeError("transformer_engine is not installed: the CPU runtime shows a stub to Megatron-Bridge's import only")
 
 
-# Modules of megatron-core that probe for transformer_engine while they are imported: they must see the truth (absent) first.
+# Hidden (an import of them fails) where they are installed: they need a GPU, and megatron-core would take their kernels.
+_GPU_PACKAGES = ("transformer_engine", "fla", "causal_conv1d")
+
+# Modules of megatron-core that probe for transformer_engine while they are imported: they must see it absent first.
 _PROBES = (
     "megatron.core.extensions.transformer_engine",
     "megatron.core.fp8_utils",
@@ -245,12 +250,6 @@ def _stub_transformer_engine():
     """Shows a stub to Bridge's one unconditional import (peft/lora_layers.py), after megatron-core has probed, and hides it again."""
     import importlib
 
-    try:
-        importlib.import_module("transformer_engine")
-        yield
-        return
-    except ImportError:
-        pass
     for name in _PROBES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -266,3 +265,4 @@ def _stub_transformer_engine():
     finally:
         for name in names:
             sys.modules.pop(name, None)
+        sys.modules[names[0]] = None
