@@ -7,7 +7,7 @@ STAMP := $(VENV)/.pins
 .PHONY: env demo test test-all test-gpu recipes clean
 env: $(STAMP)
 
-$(STAMP): tools/make_env.sh tools/constraints-cpu.txt setup.py
+$(STAMP): tools/make_env.sh tools/constraints-cpu.txt tools/constraints-nemo-run.txt setup.py
 	@tools/make_env.sh $(VENV)
 
 demo: env

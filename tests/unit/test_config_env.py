@@ -39,7 +39,7 @@ def test_python_is_found_where_it_is(bare, tmp_path, place):
     """An environment that is up to date is left as it is, so finding Python is all that is left to do."""
     venv = tmp_path / "venv"
     venv.mkdir()
-    sources = b"".join((ROOT / name).read_bytes() for name in ("tools/constraints-cpu.txt", "setup.py", "tools/make_env.sh"))
+    sources = b"".join((ROOT / name).read_bytes() for name in ("tools/constraints-cpu.txt", "tools/constraints-nemo-run.txt", "setup.py", "tools/make_env.sh"))
     import hashlib
 
     (venv / ".pins").write_text(hashlib.sha256(sources).hexdigest())

@@ -1,0 +1,62 @@
+"""recipes/nemo_run/launch.py with NeMo-Run itself: the local executor trains a recipe's small twin, failures reach the caller, Slurm jobs are written."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = Path(sys.prefix) / "nemo_run"
+START = "import runpy, sys; sys.path.append(sys.argv[1]); sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """launch(*arguments) -> the finished process, started in a directory of its own; jobs find this environment's torchrun and python."""
+    assert (PACKAGES / "nemo_run").is_dir(), f"{PACKAGES} is missing: `make env` installs tools/constraints-nemo-run.txt there"
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NEMORUN_HOME": str(tmp_path / "nemo"), "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", START, str(PACKAGES), str(ROOT / "recipes/nemo_run/launch.py"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+
+    return run
+
+
+def commands(done: subprocess.CompletedProcess) -> list[str]:
+    """What each job of a dry run would run, in order."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [line.split("-m megatron_kd ")[1] for line in done.stdout.splitlines() if "-m megatron_kd " in line]
+
+
+def test_the_local_executor_trains_the_small_twin_on_two_ranks(launch, tmp_path):
+    done = launch(str(ROOT / "recipes/llama_8b_3b_8k_online.yaml"), "--local", "--gpus", "2", "--shrink", "train.iters=2")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    output = tmp_path / "out/shrink/llama_8b_3b_8k_online/out"
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["steps"], summary["placement"], summary["layout"]) == (2, "colocated", "tp=1 dp=2")
+    assert "held-out after 2 steps" in done.stdout, "progress of the job is shown"
+
+
+def test_a_job_that_fails_fails_the_launcher_and_shows_why(launch):
+    done = launch(str(ROOT / "recipes/llama_8b_3b_8k_online.yaml"), "--local", "--gpus", "1", "train.lrr=3")
+    assert done.returncode == 1 and "student FAILED" in done.stderr
+    assert "Did you mean train.lr" in done.stdout + done.stderr
+
+
+def test_a_streamed_recipe_is_one_slurm_job_for_the_student_and_one_for_each_replica(launch):
+    recipe = str(ROOT / "recipes/qwen35_35b_9b_streamed.yaml")
+    refused = launch(recipe, "--local")
+    assert refused.returncode == 1 and "megatron-kd run" in refused.stderr
+    jobs = commands(launch(recipe, "--slurm", "--student-nodes", "2", "--replicas", "2", "--student-host", "node17", "--token", "SECRET", "--dryrun"))
+    assert [job.split()[0] for job in jobs] == ["train", "teach", "teach"]
+    assert all("stream.rendezvous=node17:29790" in job and "stream.replicas=2" in job for job in jobs)
+    assert [r"stream.bind=\${oc.env:SLURMD_NODENAME}" in job for job in jobs] == [True, False, False], "each rank of the student listens on its own node"
+
+
+def test_a_cached_recipe_builds_its_cache_first(launch):
+    jobs = commands(launch(str(ROOT / "recipes/qwen35_35b_9b_cached.yaml"), "--slurm", "--dryrun"))
+    assert [job.split(" /")[0] for job in jobs] == ["cache build", "train"]
