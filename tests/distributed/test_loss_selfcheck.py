@@ -2,6 +2,10 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +104,16 @@ def test_the_table_names_what_is_wrong_and_only_that(ranks, tmp_path, name, wron
     failed = {row["check"] for row in json.loads(path.read_text())["rows"] if not row["passed"]}
     assert all(any(part in text for text in failed) for part in wrong)
     assert not any(part in text for text in failed for part in right)
+
+
+def test_started_by_torchrun_as_a_user_would(tmp_path):
+    path = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_kd", "selfcheck", "--device", "cpu", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert f"{len(rows)} checks on cpu, 0 failed" in done.stdout and done.stdout.count("  ok\n") == len(rows) > 100, "one table, from one rank"
+    assert {row["layout"].split()[0] for row in rows} == {"tp=2"}
 
 
 def test_alone_and_with_bad_arguments(capsys):
