@@ -1,6 +1,6 @@
-"""Bytes a token of the cache, before anything is stored. Torch-free.
+"""Bytes of the cache: a token in the store, before anything is stored, and a micro-batch's rows in memory. Torch-free.
 
-`megatron-kd cache stat` gives what a real store holds; tests compare the two.
+`megatron-kd cache stat` gives what a real store holds; tests compare the two. The planner counts the rows in memory.
 """
 
 import math
@@ -13,6 +13,11 @@ def topk_bytes_per_token(k: int, vocab_size: int, precision: Literal["bf16", "fp
     all but 5 of 32 (fp32). Tail: 4 bytes."""
     id_bits = (math.lgamma(vocab_size + 1) - math.lgamma(k + 1) - math.lgamma(vocab_size - k + 1)) / math.log(2)
     return 1.03 * id_bits / 8 + k * (10 if precision == "bf16" else 27) / 8 + 4
+
+
+def topk_block_bytes(num_rows: int, k: int) -> int:
+    """A TopKBlock as the reader makes it: int64 ids and fp32 log-probabilities [N, K], fp32 tail and int64 row ids [N]."""
+    return num_rows * (k * (8 + 4) + 4 + 8)
 
 
 def hidden_bytes_per_token(hidden_size: int, precision: Literal["bf16", "fp32", "fp8"] = "bf16") -> float:

@@ -13,8 +13,8 @@ from megatron_kd.config.targets import CacheConfig, StreamConfig
 from megatron_kd.config.training import DataConfig, TrainConfig
 from megatron_kd.errors import ConfigError, rule
 from megatron_kd.layout import ParallelLayout
+from megatron_kd.objective import LossTerms
 
-Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "total_variation"]
 Placement = Literal["colocated", "streamed", "cached"]
 
 __all__ = [
@@ -196,23 +196,9 @@ class HiddenTermConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossConfig:
+class LossConfig(LossTerms):
     """L = kd_weight x KD + ce_weight x CE per row, over one denominator. See docs/loss.md."""
 
-    divergence: Divergence = "forward_kl"
-    """forward_kl is KL(teacher || student)."""
-    beta: float = 0.5
-    """jsd: 0 is forward KL, 1 is reverse KL."""
-    skew: float = 0.1
-    """skew_*: share of the other distribution mixed into the reference one."""
-    temperature: float = 1.0
-    """Divides both logits in the KD term."""
-    temperature_scaling: Literal["hinton", "none"] = "hinton"
-    """hinton multiplies KD by temperature squared."""
-    kd_weight: float = 1.0
-    """Factor of the KD term (at the start, where it is scheduled)."""
-    ce_weight: float = 0.0
-    """Factor of the cross-entropy with the labels (at the start, where it is scheduled)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the two weights move to their `_end` over `schedule_iters`, then stay."""
     kd_weight_end: float | None = None
@@ -221,8 +207,6 @@ class LossConfig:
     """None: stays at ce_weight."""
     schedule_iters: int | None = None
     """Training steps until the end values; None: train.iters."""
-    top_k_mode: Literal["tail_bucket", "renormalise", "none"] = "tail_bucket"
-    """Top-K targets: one bucket for the mass outside K, the K renormalised to 1, or the K as they are."""
     denominator: Literal["rows", "weights"] = "rows"
     """Divide by the number of rows whose weight is not 0, or by the sum of the weights."""
     hidden_term: HiddenTermConfig | None = None
@@ -235,12 +219,9 @@ class LossConfig:
     """NaN or infinity in teacher rows: end the run naming replica, step and row count, or leave those rows out and count them."""
 
     def __post_init__(self):
-        positive(self, "temperature", "window_rows", "schedule_iters")
-        not_negative(self, "kd_weight", "ce_weight", "kd_weight_end", "ce_weight_end")
-        if not 0.0 <= self.beta <= 1.0:
-            raise ConfigError(rule("loss.beta", self.beta, "must be between 0 and 1", "See docs/loss.md for its meaning"))
-        if not 0.0 <= self.skew < 1.0:
-            raise ConfigError(rule("loss.skew", self.skew, "must be at least 0 and below 1, where the divergence is 0 everywhere", "See docs/loss.md for its meaning"))
+        LossTerms.__post_init__(self)
+        positive(self, "window_rows", "schedule_iters")
+        not_negative(self, "kd_weight_end", "ce_weight_end")
         if self.schedule == "constant" and (self.kd_weight_end is not None or self.ce_weight_end is not None):
             raise ConfigError(rule("loss.schedule", self.schedule, "an end weight needs a schedule", "Set loss.schedule=linear or cosine"))
 

@@ -5,9 +5,9 @@ kernels, collectives and the loss is defined here, once.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "total_variation"]
+from megatron_kd.objective import Divergence
+
 ONE_PASS: tuple[str, ...] = ("forward_kl", "reverse_kl")
 """Divergences whose value is additive over shards given only maxima and sums; the others need `row_values` after the join."""
 

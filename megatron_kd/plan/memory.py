@@ -11,6 +11,7 @@ allocations, others are sums over a model of the layer (activations) or allowanc
 import math
 from dataclasses import dataclass
 
+from megatron_kd.cache import sizes as cache_sizes
 from megatron_kd.layout import ParallelLayout
 from megatron_kd.loss import sizes as loss_sizes
 from megatron_kd.plan.activations import final_norm_saved, layer_backward_extra, layer_forward_peak, layer_saved
@@ -150,8 +151,7 @@ def _target_items(job: Job) -> list[Item]:
     """What the last stage holds of the teacher's knowledge, whatever the moment."""
     e, layout, rows = job.dtype_bytes, job.layout, job.local_rows
     if job.placement == "cached" and job.payload == "topk":
-        # int64 ids and fp32 log-probabilities, tail and row id: TopKBlock on the device
-        return [Item(name=f"top-{job.top_k} targets", bytes=rows * (job.top_k * 12 + 12), group="targets")]
+        return [Item(name=f"top-{job.top_k} targets", bytes=cache_sizes.topk_block_bytes(rows, job.top_k), group="targets")]
     held = Item(name="teacher rows of the micro-batch", bytes=rows * job.teacher.hidden * e, group="targets")
     if job.placement == "colocated":  # the head is the teacher's own; with pipelining its rows of a whole step are held
         ahead = job.num_micro_batches if layout.pp > 1 else 1

@@ -4,6 +4,8 @@ Owns what lies between a HeadCall (mcore/output_layer.py) and `fused_linear_kd`.
 Shape letters: b sequences, t positions of this context-parallel rank, p positions of this rank, N rows, V shard columns, H width.
 """
 
+import dataclasses
+
 import torch
 
 from megatron_kd.config.schema import LossConfig
@@ -16,6 +18,7 @@ from megatron_kd.loss.reduce import gather_row_values
 from megatron_kd.loss.signals import HiddenTeacher, Teacher, TopKTeacher
 from megatron_kd.mcore.output_layer import HeadCall
 from megatron_kd.mcore.transfer import to_device
+from megatron_kd.objective import LossTerms
 from megatron_kd.rows import RowBlock, TopKBlock
 from megatron_kd.student.selection import RowSelection, align
 from megatron_kd.student.targets import TeacherHead
@@ -25,8 +28,8 @@ from megatron_kd.vocab import VocabSpec
 def objective_of(loss: LossConfig, step: int, train_iters: int) -> Objective:
     """The objective in force at `step`, its weights taken from the schedule."""
     kd_weight, ce_weight = loss.weights_at(step, train_iters)
-    return Objective(divergence=loss.divergence, beta=loss.beta, skew=loss.skew, temperature=loss.temperature, temperature_scaling=loss.temperature_scaling,
-                     kd_weight=kd_weight, ce_weight=ce_weight, top_k_mode=loss.top_k_mode)
+    terms = {term.name: getattr(loss, term.name) for term in dataclasses.fields(LossTerms)}
+    return Objective(**terms | {"kd_weight": kd_weight, "ce_weight": ce_weight})
 
 
 def teacher_of(rows: RowBlock | TopKBlock, head: TeacherHead | None, selection: RowSelection, call: HeadCall) -> Teacher:

@@ -13,6 +13,7 @@ from megatron_kd.cache.key import segment_key
 from megatron_kd.cache.manifest import Manifest
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.segments import split
+from megatron_kd.cache.sizes import topk_block_bytes
 from megatron_kd.cache.storage import Storage
 from megatron_kd.cache.writer import CacheWriter, recover
 from megatron_kd.errors import CacheCorrupt, CacheError, CacheMiss, ConfigError
@@ -50,6 +51,13 @@ def test_rows_are_found_whatever_the_batch_looks_like(tmp_path):
         for asked in (samples.block(shuffled), samples.block(shuffled, mask), samples.block(tokens[3:4]), samples.block(packed, cu_seqlens=[0, 12, 24, 36]),
                       samples.block(packed, cu_seqlens=[0, 12, 24, 36], positions=torch.arange(12).repeat(3)[None])):
             check_read(reader.submit(asked).result(10), asked)
+
+
+def test_a_read_block_holds_the_bytes_that_the_planner_counts(tmp_path):
+    asked = samples.block(samples.random_tokens(2, 12))
+    with CacheReader(filled(tmp_path, [asked]), MADE) as reader:
+        rows = reader.read(asked).rows
+    assert sum(part.nbytes for part in (rows.ids_NK, rows.log_probs_NK, rows.tail_N, rows.row_ids_N)) == topk_block_bytes(24, samples.K)
 
 
 def test_documents_packed_in_another_way_are_found(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_kd"
 LAYERS = [
-    {"errors", "vocab", "layout", "rows", "fingerprint"},
+    {"errors", "vocab", "layout", "rows", "fingerprint", "objective"},
     {"kernels", "config"},
     {"loss", "stream", "cache"},
     {"plan", "mcore"},
