@@ -22,6 +22,7 @@ from megatron_kd.plan.params import check_layout
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
 MAX_BUILD_GPUS = 256  # of one replica that builds a cache
+LEAST_GAIN = 1.02  # below it two placements are equal, as far as assumed efficiencies can tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +204,8 @@ def recommendation(by_placement: dict[Placement, Found]) -> str:
     if "colocated" in best and "streamed" in best:
         r, f = teacher_share(best["streamed"].job)
         colocated, streamed = best["colocated"].speed, best["streamed"].speed
-        if streamed.gpu_hours_per_billion < colocated.gpu_hours_per_billion:
-            gain = colocated.gpu_hours_per_billion / streamed.gpu_hours_per_billion
+        gain = colocated.gpu_hours_per_billion / streamed.gpu_hours_per_billion
+        if gain > LEAST_GAIN:
             return (f"Streamed: {gain:.2f}x the tokens per GPU-hour of colocated, through what the freed memory buys "
                     f"({changes(best['colocated'].job, best['streamed'].job)}); the teacher has {r:.0%} of the GPUs and {f:.0%} of the FLOPs.")
         text = (f"Colocated: it fits, and by FLOPs alone streamed cannot beat it on the same number of GPUs "
@@ -226,4 +227,4 @@ def changes(before: Job, after: Job) -> str:
     out = [f"{name} {a} -> {b}" for name, a, b in (("micro-batch", before.micro_batch, after.micro_batch), ("tp", before.layout.tp, after.layout.tp),
                                                    ("pp", before.layout.pp, after.layout.pp),
                                                    ("recompute", before.recompute, after.recompute)) if a != b]
-    return ", ".join(out) or "same settings"
+    return ", ".join(out) or "a layout of the teacher's own"

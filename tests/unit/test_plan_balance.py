@@ -7,12 +7,15 @@ import pytest
 
 from megatron_kd.errors import PlanError
 from megatron_kd.layout import ParallelLayout
-from megatron_kd.plan.balance import Rates, replicas_needed, ring_depth_needed, speed, streamed_over_colocated, student_seconds, teacher_seconds
+from megatron_kd.plan.balance import (Rates, replicas_needed, ring_depth_needed, speed, streamed_over_colocated, student_seconds, teacher_seconds,
+                                      teacher_share)
 from megatron_kd.plan.flops import decoder_flops, loss_flops, student_flops
 from megatron_kd.plan.gpus import gpu
 from megatron_kd.plan.job import Job
+from megatron_kd.plan.memory import worst
 from megatron_kd.plan.models import load_model
 from megatron_kd.plan.params import active_matmul_params, local_numel, stage_weights
+from megatron_kd.plan.search import Candidate, Found, recommendation
 from megatron_kd.plan.traffic import group_in_node, student_flows, target_traffic, teacher_flows
 
 
@@ -162,3 +165,44 @@ def test_network_is_named_when_it_is_the_limit():
     thin = replace(gpu("h100-80"), network_bytes_s=1e6)
     assert "hidden states" in speed(job(gpu=thin), Rates(student_tokens_s_gpu=10_000, teacher_tokens_s_gpu=10_000)).network_limit
     assert speed(job(), Rates()).network_limit is None
+
+
+def found(job: Job | None, hours: float = 0.0, nearest: Job | None = None) -> Found:
+    """A search's result: one job that fits at `hours` per billion tokens, or none, with the one that came nearest."""
+    best = () if job is None else (Candidate(job=job, memory=worst(job), speed=replace(speed(job, Rates()), gpu_hours_per_billion=hours)),)
+    return Found(best=best, reasons={}, nearest=None if nearest is None else worst(nearest), nearest_job=nearest)
+
+
+def test_recommendation_gives_the_bound_by_flops_or_what_the_freed_memory_buys():
+    colocated, streamed = job(placement="colocated", recompute="full"), job(layout=ParallelLayout(dp=8), micro_batch=2)
+    r, f = teacher_share(streamed)
+    for hours in (11.0, 9.9):  # 1% is nothing that assumed efficiencies could tell
+        text = recommendation({"colocated": found(colocated, 10.0), "streamed": found(streamed, hours)})
+        assert text.startswith("Colocated: it fits, and by FLOPs alone streamed cannot beat it on the same number of GPUs")
+        assert f"at most {streamed_over_colocated(r, f):.2f}x with {r:.0%} of the GPUs for {f:.0%} of the FLOPs" in text
+    text = recommendation({"colocated": found(colocated, 20.0), "streamed": found(streamed, 10.0)})
+    assert text.startswith("Streamed: 2.00x the tokens per GPU-hour of colocated, through what the freed memory buys")
+    assert "(micro-batch 1 -> 2, tp 2 -> 1, recompute full -> none)" in text
+
+
+def test_recommendation_where_not_everything_fits():
+    none, big = found(None), job(placement="colocated", gpu=gpu("a100-40"))
+    assert recommendation({"colocated": found(None, nearest=big), "streamed": found(job(), 9.0)}).startswith("Streamed: colocated does not fit (needs ")
+    assert recommendation({"colocated": none, "streamed": none, "cached": found(job(placement="cached"), 9.0)}) == "Cached: it fits, and neither colocated nor streamed does."
+    assert recommendation({"colocated": none, "streamed": none, "cached": none}).startswith("Nothing fits: take more GPUs")
+
+
+def test_pipeline_bytes_are_the_boundary_there_and_back_for_every_chunk():
+    here = job(layout=ParallelLayout(tp=2, pp=2, dp=2, sequence_parallel=True))
+    boundary = 8192 * 4096 * 2 / 2
+    assert flow(student_flows(here), "pp").total_bytes == here.num_micro_batches * boundary * 2
+    chunked = replace(here, layout=ParallelLayout(tp=2, pp=2, dp=2, vpp=4, sequence_parallel=True))
+    assert flow(student_flows(chunked), "pp").total_bytes == 4 * flow(student_flows(here), "pp").total_bytes
+    assert flow(student_flows(here), "pp").network_bytes == 0 and flow(student_flows(replace(here, gpu=replace(here.gpu, gpus_per_node=4))), "pp").nvlink_bytes == 0
+
+
+def test_context_parallel_bytes_are_keys_and_values_round_the_ring():
+    model = load_model("llama-3.1-8b")
+    here = Job(student=model, teacher=model, placement="cached", gpu=gpu("h200-141"), layout=ParallelLayout(cp=4, dp=2), seq=32768, global_batch=8)
+    # 4 micro-batches x 32 layers x 3 hops x (k and v of 8 heads x 128, forward; they and their gradients backward) of 8,192 tokens
+    assert flow(student_flows(here), "cp").total_bytes == 4 * 32 * 3 * 3 * 8192 * 2 * 1024 * 2
