@@ -71,6 +71,8 @@ class Job:
     """Megatron's bias_activation_fusion; None: as Bridge sets it for each model's family."""
     loss: Literal["fused"] | DenseLoss = "fused"
     """Others than fused are for comparison only: full logits of the student and, with hidden rows, of the teacher (plan/dense)."""
+    hidden_term: bool = False
+    """Whether the loss has a term on the final hidden states; its projection is a weight of the last stage where widths differ."""
     cross_entropy: bool = False
     """Whether the loss has a cross-entropy term; costs nothing in the fused loss, a buffer in others."""
     divergence: str = "forward_kl"

@@ -198,6 +198,8 @@ def _small(job: Job, moe: bool) -> Item:
 def _state(job: Job, stage: int) -> list[Item]:
     """Weights, gradients and optimizer state of the student on `stage`; with adapters only those have the latter two."""
     layout, weights = job.layout, stage_weights(job.student, job.layout, stage)
+    if job.hidden_term and job.student.hidden != job.teacher.hidden and stage == layout.pp - 1:
+        weights += (Weight(name="hidden term's projection", numel=job.student.hidden * job.teacher.hidden, shard="copy", group="head"),)
     if job.lora_rank is None:
         trained = tuple(weight for weight in weights if weight.name != "output_layer") if job.freeze_head else weights
         return state_items(weights, layout, dtype_bytes=job.dtype_bytes, distributed_optimizer=job.distributed_optimizer, trained=trained)

@@ -65,7 +65,7 @@ def job_of(recipe: Recipe, student: ModelShape, teacher: ModelShape, gpu: Gpu, n
         distributed_optimizer=recipe.train.distributed_optimizer, dtype_bytes=4 if fp32 else 2, kernels="torch" if recipe.device == "cpu" else "te",
         window_rows=recipe.loss.window_rows, ring_depth=recipe.stream.ring_depth, payload=recipe.cache.payload, top_k=recipe.cache.k,
         freeze_head=recipe.student.freeze_head, lora_rank=recipe.student.lora.rank if recipe.student.lora else None,
-        divergence=recipe.loss.divergence, cross_entropy=bool(recipe.loss.ce_weight or recipe.loss.ce_weight_end),
+        divergence=recipe.loss.divergence, hidden_term=recipe.loss.hidden_term is not None, cross_entropy=bool(recipe.loss.ce_weight or recipe.loss.ce_weight_end),
         fused_activation=recipe.bridge.get("model.bias_activation_fusion"))
 
 

@@ -132,6 +132,14 @@ def test_frozen_head_has_neither_scratch_nor_state():
     assert item(frozen, "head gradient scratch fp32") == 0
 
 
+def test_hidden_terms_projection_is_a_trained_weight_of_the_last_stage_where_widths_differ():
+    two = ParallelLayout(pp=2)
+    plain, term = (all_stages(job(placement="streamed", layout=two, teacher_layout=ParallelLayout(), distributed_optimizer=False, hidden_term=on)) for on in (False, True))
+    assert [after.allocated - before.allocated for before, after in zip(plain, term)] == [0, 18 * 3072 * 4096, 0]
+    same = job(student=load_model("llama-3.1-8b"))
+    assert student_stage(replace(same, hidden_term=True), 0).allocated == student_stage(same, 0).allocated
+
+
 def test_longest_sequence_fits_and_the_next_one_does_not():
     for placement in ("colocated", "streamed", "cached"):
         here = job(placement=placement)
