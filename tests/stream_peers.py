@@ -63,10 +63,15 @@ class ThreadTeacher:
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def send(self, request, rows):
-        """Every rank's part, one after the other; each rank holds all rows here."""
-        for sender in self.senders:
-            sender.send(request, rows)
+    def stage(self, request, rows):
+        """Every rank's part; each rank holds all rows here."""
+        return [(sender, sender.stage(request, rows)) for sender in self.senders]
+
+    def write(self, staged):
+        """Every rank's part, one after the other."""
+        for sender, answer in staged:
+            if answer is not None:
+                sender.write(answer)
 
     def forget(self, descriptors):
         """As RowSender."""

@@ -102,7 +102,8 @@ def _measure(args: argparse.Namespace, checksum: str) -> dict:
     times = {**answers["student"]["times_s"], **{event: times for event, times in answers["teacher"]["times_s"].items() if times}}
     return {"checksum": settings["checksum"], "rows": args.rows, "hidden": args.hidden, "ring_depth": args.ring_depth, "micro_batches": args.micro_batches,
             "gb_per_s": answers["student"]["gb_per_s"], "block_bytes": args.rows * sizes.row_bytes(args.hidden), "phases_us": _phases(times, args.micro_batches),
-            "teacher_cycle_us": _cycle(times["begun"], args.micro_batches), "p2p": answers["student"]["p2p"], "rows_wrong": answers["student"]["rows_wrong"]}
+            "teacher_cycle_us": _cycle(times["begun"], args.micro_batches), "p2p": answers["student"]["p2p"], "rows_wrong": answers["student"]["rows_wrong"],
+            "cpu_us": {role: answer["cpu_us"] for role, answer in answers.items()}}
 
 
 def _receive(role: str, process, connection) -> dict:
@@ -133,6 +134,8 @@ def _print(result: dict) -> None:
     for (a, b), meaning in MEANINGS.items():
         print(f"  {f'{a} -> {b}':22s} {result['phases_us'][f'{a} -> {b}']:9.0f} us  {meaning}")
     print(f"  {'turn to turn':22s} {result['teacher_cycle_us']:9.0f} us  teacher, from one block's turn to the next one's")
+    for role, cpu_us in result["cpu_us"].items():
+        print(f"  {f'{role}, processor':22s} {cpu_us:9.0f} us  of all threads, a block")
 
 
 # ---- the two processes
@@ -181,12 +184,18 @@ def _teacher(settings: dict) -> dict:
     device, trace, last = _device(settings, 0), Trace(), WARM_UP + settings["count"] - 1
     prepared = [_contents(settings, step, device) for step in range(PATTERNS)]
     spec = TeacherSpec(rendezvous=settings["hub"], token=settings["token"], name="bench", agreement=_agreement(settings), context_length=settings["rows"], retry_s=0.1)
+    cpu_s = []
+
+    def rows_of(block: TokenBlock) -> RowBlock:
+        if block.step in (WARM_UP, last):
+            cpu_s.append(time.process_time())
+        return RowBlock(hidden_NH=prepared[block.step % PATTERNS], row_ids_N=block.row_ids_N, hash=block.hash)
+
     with Publisher(spec, trace) as publisher:
         sender = RowSender(NixlOutbox(), spec.agreement, teacher=Side(), teacher_rank=0, trace=trace)
-        serve_single(publisher, sender, lambda block: RowBlock(hidden_NH=prepared[block.step % PATTERNS], row_ids_N=block.row_ids_N, hash=block.hash),
-                     stop=lambda: last in trace.times_s["written"])
+        serve_single(publisher, sender, rows_of, stop=lambda: last in trace.times_s["written"])
     _point_to_point(settings, 0, prepared[0])
-    return {"times_s": trace.times_s}
+    return {"times_s": trace.times_s, "cpu_us": (cpu_s[-1] - cpu_s[0]) / max(1, settings["count"] - 1) * 1e6}
 
 
 def _student(settings: dict) -> dict:
@@ -206,19 +215,20 @@ def _student(settings: dict) -> dict:
             receiver.post(block)
         for step, block in enumerate(blocks):
             if step == WARM_UP:
-                began = time.perf_counter()
+                began, cpu_began_s = time.perf_counter(), time.process_time()
             if step + ahead < len(blocks):
                 receiver.post(blocks[step + ahead])
             rows = receiver.take(block)
             if step < WARM_UP:
                 wrong += int((rows.hidden_NH != _contents(settings, step, device)).any(dim=1).sum())
             receiver.release(block)
-        seconds = time.perf_counter() - began
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began_s
         while device.type == "cuda" and len(trace.times_s["freed"]) < len(blocks):
             time.sleep(0.001)
     hub.close()
     p2p = _point_to_point(settings, 1, expected)
-    return {"gb_per_s": count * settings["rows"] * sizes.row_bytes(settings["hidden"]) / seconds / 1e9, "rows_wrong": wrong, "times_s": trace.times_s, "p2p": p2p}
+    return {"gb_per_s": count * settings["rows"] * sizes.row_bytes(settings["hidden"]) / seconds / 1e9, "rows_wrong": wrong, "times_s": trace.times_s, "p2p": p2p,
+            "cpu_us": cpu_s / count * 1e6}
 
 
 def _point_to_point(settings: dict, rank: int, rows: torch.Tensor) -> dict:

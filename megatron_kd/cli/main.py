@@ -23,7 +23,7 @@ COMMANDS = {
     "launch": "write a Slurm script for a recipe",
     "compare": "finished runs side by side: losses, step time, stream and cache",
     "selfcheck": "check the loss on this machine and layout against its fp64 reference",
-    "bench": "measure the loss against other implementations",
+    "bench": "measure the loss against other implementations, or the ring between two processes",
 }
 EXIT_FAILURE, EXIT_USAGE = 1, 2
 

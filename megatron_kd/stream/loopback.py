@@ -65,17 +65,12 @@ class LoopbackOutbox:
     """Outbox over a Fabric."""
 
     def __init__(self, fabric: Fabric):
-        self._fabric, self._staging = fabric, None
+        self._fabric = fabric
 
-    def stage(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        if self._staging is None or self._staging.numel() < num_bytes or self._staging.device != device:
-            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return self._staging
-
-    def start(self, pieces: list[Piece]) -> "Arrived":
+    def start(self, staging: torch.Tensor, pieces: list[Piece]) -> "Arrived":
         for piece in pieces:
             if self._fabric.on_write is not None:
-                self._fabric.on_write(piece, self._staging)
+                self._fabric.on_write(piece, staging)
             with self._fabric.lock:
                 if piece.descriptor not in self._fabric.regions:
                     raise TransferFailed(f"write to {piece.descriptor!r}: revoked or unknown")
@@ -83,12 +78,15 @@ class LoopbackOutbox:
                 for source, target, size in piece.runs:
                     if target + size > buffer.numel():
                         raise TransferFailed(f"write of [{target}, {target + size}) into {buffer.numel()} bytes")
-                    buffer[target:target + size] = self._staging[source:source + size]
+                    buffer[target:target + size] = staging[source:source + size]
                 owner._messages.append(piece.message)
         return Arrived()
 
     def forget(self, descriptor: bytes) -> None:
         pass
 
+    def release(self, staging: torch.Tensor) -> None:
+        pass
+
     def close(self) -> None:
-        self._staging = None
+        pass

@@ -3,7 +3,7 @@
 On a GPU, UCX gives memory to another process by a CUDA IPC handle, which exists for plain cudaMalloc memory only: not for torch's
 expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), nor for cudaMallocAsync. Whether a buffer has one is asked of
 CUDA itself, so that it does not matter how the allocator came to its settings. A buffer without a handle is replaced by a cudaMalloc of
-our own, outside of torch's allocator and of its statistics. Called by stream/ring.py and stream/nixl.py, from any thread.
+our own, outside of torch's allocator and of its statistics. Called by stream/ring.py and stream/sender.py, from any thread.
 """
 
 import ctypes

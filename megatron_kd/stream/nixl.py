@@ -20,7 +20,6 @@ import uuid
 import torch
 
 from megatron_kd.errors import MissingDependency, TransferFailed
-from megatron_kd.stream.memory import buffer_for_peers
 from megatron_kd.stream.transport import Piece
 
 
@@ -97,7 +96,7 @@ class NixlTransfer:
                 while state == "PROC":
                     if time.monotonic() > deadline:
                         raise TransferFailed(f"write to {agent} not complete after {timeout_s} s")
-                    time.sleep(0 if spins < 200 else 0.0002)
+                    time.sleep(0.00002 if spins < 50 else 0.0002)  # never 0: a spinning thread would take Python's lock from the next forward
                     spins += 1
                     state = self._agent.check_xfer_state(handle)
                 if state != "DONE":
@@ -123,35 +122,30 @@ class NixlOutbox:
 
     def __init__(self):
         self._agent = _make_agent("teacher")
-        self._staging, self._registration = None, None
+        self._registered: dict[int, object] = {}
         self._loaded: set[bytes] = set()
 
-    def stage(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        if self._staging is None or self._staging.numel() < num_bytes or self._staging.device != device:
-            self.close()
-            self._staging = buffer_for_peers(num_bytes, device)
-            self._registration = self._agent.register_memory(self._staging)
-        return self._staging
-
-    def start(self, pieces: list[Piece]) -> "NixlTransfer":
+    def start(self, staging: torch.Tensor, pieces: list[Piece]) -> "NixlTransfer":
         transfer = NixlTransfer(self._agent)
         try:
+            if staging.data_ptr() not in self._registered:
+                self._registered[staging.data_ptr()] = self._agent.register_memory(staging)
             for piece in pieces:
-                transfer.handles.append(self._post(piece))
+                transfer.handles.append(self._post(staging, piece))
         except Exception as e:  # NIXL's own exception types, translated at this gate and that of `wait`
             transfer.release()
             raise e if isinstance(e, TransferFailed) else TransferFailed(f"write failed: {type(e).__name__}: {e}") from e
         return transfer
 
-    def _post(self, piece: Piece) -> tuple:
+    def _post(self, staging: torch.Tensor, piece: Piece) -> tuple:
         remote, metadata = _unpack(piece.descriptor)
         if piece.descriptor not in self._loaded:
             self._agent.add_remote_agent(metadata)
             self._loaded.add(piece.descriptor)
         if any(target + size > remote["bytes"] for _, target, size in piece.runs):
             raise TransferFailed(f"a run of {piece.runs} ends beyond the slot of {remote['bytes']} bytes")
-        kind, device = _memory(self._staging)
-        base = self._staging.data_ptr()
+        kind, device = _memory(staging)
+        base = staging.data_ptr()
         local = self._agent.get_xfer_descs([(base + source, size, device) for source, _, size in piece.runs], mem_type=kind)
         there = self._agent.get_xfer_descs([(remote["address"] + target, size, remote["device"]) for _, target, size in piece.runs], mem_type=remote["kind"])
         handle = self._agent.initialize_xfer("WRITE", local, there, remote["agent"], piece.message)
@@ -167,7 +161,12 @@ class NixlOutbox:
             except Exception as e:  # already gone on NIXL's side: nothing is left to drop
                 logging.getLogger(__name__).info("NIXL had dropped %s: %s", agent, e)
 
+    def release(self, staging: torch.Tensor) -> None:
+        registration = self._registered.pop(staging.data_ptr(), None)
+        if registration is not None:
+            self._agent.deregister_memory(registration)
+
     def close(self) -> None:
-        if self._registration is not None:
-            self._agent.deregister_memory(self._registration)
-        self._staging = self._registration = None
+        for registration in self._registered.values():
+            self._agent.deregister_memory(registration)
+        self._registered.clear()

@@ -20,6 +20,7 @@ from megatron_kd.stream.session import Session
 from megatron_kd.stream.spec import TeacherSpec
 from megatron_kd.stream.trace import Trace, mark
 from megatron_kd.stream.wire import Request
+from megatron_kd.stream.writer import Writer
 
 
 class Publisher:
@@ -38,8 +39,7 @@ class Publisher:
         self._count = 0
         self._failure: KDError | None = None
         self._leaving = self._closed = False
-        self._idle_since = time.monotonic()
-        self._idle_s = 0.0
+        self._counted_s, self._busy_s, self._idle_s = time.monotonic(), 0.0, 0.0
         threading.Thread(target=self._look_loop, name="kd-look", daemon=True).start()
 
     def next(self, *, timeout_s: float) -> Request | None:
@@ -53,23 +53,31 @@ class Publisher:
                 return None
             request = self._queue.popleft()
             mark(self._trace, "begun", request.lane, request.seq)
+            self._count_time()
             self._unfinished[request.session] = self._unfinished.get(request.session, 0) + 1
-            now = time.monotonic()
-            self._idle_s, self._idle_since = now - self._idle_since, now
             return request
 
     def finish(self, request: Request, *, error: str | None = None) -> None:
-        """Report that all ranks of the replica have written their rows of `request`, or what prevented it. No rank may write any more."""
+        """Report that all ranks of the replica have written their rows of `request`, or what prevented it. No rank may write any more of it.
+        From any thread; requests that were handed out meanwhile may be unfinished."""
         with self._changed:
-            now = time.monotonic()
-            busy_s, self._idle_since = now - self._idle_since, now
+            self._count_time()
             self._unfinished[request.session] -= 1
             session = self._sessions.get(request.session)
             if session is not None:
                 kind = {"t": "done"} if error is None else {"t": "error", "text": error}
-                session.send({**kind, "lane": request.lane, "seq": request.seq, "busy_s": busy_s, "idle_s": self._idle_s})
-                self._idle_s = 0.0
+                session.send({**kind, "lane": request.lane, "seq": request.seq, "busy_s": self._busy_s, "idle_s": self._idle_s})
+                self._busy_s = self._idle_s = 0.0
             self._changed.notify_all()
+
+    def _count_time(self) -> None:
+        """The time since the last call was busy where a request was unfinished, else idle."""
+        now = time.monotonic()
+        if any(self._unfinished.values()):
+            self._busy_s += now - self._counted_s
+        else:
+            self._idle_s += now - self._counted_s
+        self._counted_s = now
 
     def departed(self) -> list[bytes]:
         """Descriptors of students that left since the last call and have nothing unfinished here: every rank may forget them."""
@@ -221,25 +229,39 @@ def serve_single(publisher: Publisher, sender, rows_of, *, stop, leave_s: float 
     """The serve loop of a replica of one process: `rows_of(block) -> RowBlock`, until `stop()`. Larger worlds: megatron_kd.teacher.serve.
 
     After `stop()` what is owed is still answered, for at most `leave_s`. An exception of `rows_of` is reported to the student, then
-    raised; a failed write is reported and survived.
+    raised; rows that the route does not find, and a failed write, are reported and survived.
     """
     deadline = None
-    while True:
-        if stop() and deadline is None:
-            publisher.leave()
-            deadline = time.monotonic() + leave_s
-        if deadline is not None and (publisher.num_students == 0 or time.monotonic() > deadline):
-            return
-        sender.forget(publisher.departed())
-        request = publisher.next(timeout_s=0.1)
-        if request is None:
-            continue
+
+    def write(request: Request, staged) -> None:
         try:
-            sender.send(request, rows_of(request.block))
+            if staged is not None:
+                sender.write(staged)
         except WireError as e:
             publisher.finish(request, error=str(e))
-        except BaseException as e:
-            publisher.finish(request, error=f"{type(e).__name__}: {e}")
-            raise
         else:
             publisher.finish(request)
+
+    with Writer() as writer:
+        while True:
+            if stop() and deadline is None:
+                publisher.leave()
+                deadline = time.monotonic() + leave_s
+            if deadline is not None and (publisher.num_students == 0 or time.monotonic() > deadline):
+                return
+            if gone := publisher.departed():
+                writer.put(lambda gone=gone: sender.forget(gone))
+            request = publisher.next(timeout_s=0.1)
+            if request is None:
+                continue
+            try:
+                rows = rows_of(request.block)
+                writer.reserve()
+                staged = sender.stage(request, rows)
+            except WireError as e:
+                publisher.finish(request, error=str(e))
+            except BaseException as e:
+                publisher.finish(request, error=f"{type(e).__name__}: {e}")
+                raise
+            else:
+                writer.put(lambda request=request, staged=staged: write(request, staged))

@@ -18,7 +18,7 @@ from megatron_kd.rows import RowBlock, TokenBlock
 from megatron_kd.stream import health, sizes, wire
 from megatron_kd.stream.asker import LOCAL_RANK, Asker
 from megatron_kd.stream.peer import PeerLink
-from megatron_kd.stream.ring import Ring, State
+from megatron_kd.stream.ring import Ring, Slot, State
 from megatron_kd.stream.route import RoutePlan, Side
 from megatron_kd.stream.spec import StudentSpec
 from megatron_kd.stream.trace import Trace, mark
@@ -65,6 +65,7 @@ class Receiver:
         self._lanes = (_Lane(), _Lane())
         self._releasing: list[tuple[int, int, torch.cuda.Event | None]] = []
         self._num_replicas, self._alone_since_s = 0, None
+        self._is_waiting = False  # the training thread, for rows: they are looked for more often then
         self._failure: KDError | None = None
         self.agreement: Agreement | None = None
         self._closed = False
@@ -114,14 +115,7 @@ class Receiver:
             lane, seq, posted = self._find(block)
             slot = lane.ring.slot_of(seq)
             self.counters.ready_slot_sum += lane.ring.count(State.READY)
-            while not (slot.seq == seq and slot.state is State.READY):
-                self._raise_failure()
-                alone_s = 0.0 if self._alone_since_s is None else time.monotonic() - self._alone_since_s
-                if self._spec.on_loss == "ce_only" and alone_s > LAST_PARTS_S:
-                    raise TeacherLost(f"micro-batch {block.key}: {self._describe(seq, slot)}")
-                longest_s = LAST_PARTS_S if self._alone_since_s is not None else 1.0
-                if not self.lock.wait(min(longest_s, max(0.0, deadline - time.monotonic()))) and time.monotonic() >= deadline:
-                    raise TeacherStalled(f"micro-batch {block.key}: no rows after {self._spec.deadline_s} s; {self._describe(seq, slot)}")
+            self._wait_for_rows(block, seq, slot, deadline)
             lane.ring.hold(seq)
             mark(self._trace, "taken", _LANES[block.mode], seq)
             self.counters.wait_s += time.monotonic() - began
@@ -269,6 +263,21 @@ class Receiver:
 
     # ---- inside
 
+    def _wait_for_rows(self, block: TokenBlock, seq: int, slot: Slot, deadline: float) -> None:
+        """Until the slot of `seq` is READY. Errors: see take."""
+        self._is_waiting = True
+        try:
+            while not (slot.seq == seq and slot.state is State.READY):
+                self._raise_failure()
+                alone_s = 0.0 if self._alone_since_s is None else time.monotonic() - self._alone_since_s
+                if self._spec.on_loss == "ce_only" and alone_s > LAST_PARTS_S:
+                    raise TeacherLost(f"micro-batch {block.key}: {self._describe(seq, slot)}")
+                longest_s = LAST_PARTS_S if self._alone_since_s is not None else 1.0
+                if not self.lock.wait(min(longest_s, max(0.0, deadline - time.monotonic()))) and time.monotonic() >= deadline:
+                    raise TeacherStalled(f"micro-batch {block.key}: no rows after {self._spec.deadline_s} s; {self._describe(seq, slot)}")
+        finally:
+            self._is_waiting = False
+
     def _free_given_up(self, lane_index: int) -> None:
         """Free the slots of given-up blocks whose rows have come."""
         lane = self._lanes[lane_index]
@@ -325,9 +334,14 @@ class Receiver:
                 self._link.posted(lane_index, seq, posted.block.hash, num_rows, grant)
 
     def _poll_loop(self) -> None:
+        if self._spec.device.type != "cuda":
+            return self._poll()
+        # checksums on a stream of their own: they must not wait for the student's kernels
+        with torch.cuda.device(self._spec.device), torch.cuda.stream(torch.cuda.Stream(self._spec.device)):
+            return self._poll()
+
+    def _poll(self) -> None:
         pause_s, early = 0.0, []
-        if self._spec.device.type == "cuda":
-            torch.cuda.set_device(self._spec.device)
         while not self._closed:
             messages = self._inbox.poll()
             if self.agreement is None:
@@ -339,7 +353,8 @@ class Receiver:
             if self._releasing:
                 with self.lock:
                     self._finish_releases()
-            pause_s = 0.0 if messages else min(0.001, pause_s + 0.00005)
+            longest_s = 0.0001 if self._is_waiting else 0.001
+            pause_s = 0.0 if messages else min(longest_s, pause_s + 0.00005)
             time.sleep(pause_s)
 
     def _land(self, message: bytes) -> None:
@@ -372,6 +387,6 @@ class Receiver:
                 if self._link is not None:
                     self._link.failed(f"{type(e).__name__}: {e}")
 
-    def _describe(self, seq: int, slot) -> str:
+    def _describe(self, seq: int, slot: Slot) -> str:
         here = f"block {seq} is {slot.state.value if slot.seq == seq else 'waiting for a slot'}, {sum(slot.landed_rows.values()) if slot.seq == seq else 0} rows are here"
         return f"{here}; {self._asker.describe()}" if self._asker is not None else f"{here}; this rank does not ask, see the replica's rank 0"

@@ -1,8 +1,12 @@
 """RowSender: one teacher rank's half of an answer: stage, checksum and write the rows that this rank holds.
 
-Called by the serve loop on every teacher rank that holds rows, with the same request. Owns the outbox. Errors of `send`:
-RowsMismatch where this rank lacks rows that the route wants from it; TransferFailed.
+Called by the serve loop on every teacher rank that holds rows, with the same request: `stage` on the thread of the forward, `write` on
+the writer's. Owns the outbox and the memory that is sent from, which holds NUM_STAGED answers, so that the next one is computed and
+staged while one is on its way.
 """
+
+import contextlib
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,11 +14,31 @@ import torch
 from megatron_kd.errors import RowsMismatch, TransferFailed, rule
 from megatron_kd.rows import RowBlock
 from megatron_kd.stream import wire
+from megatron_kd.stream.memory import buffer_for_peers
 from megatron_kd.stream.route import Part, RoutePlan, Side
-from megatron_kd.stream.sizes import row_bytes
+from megatron_kd.stream.sizes import NUM_STAGED, row_bytes, staged_bytes
 from megatron_kd.stream.trace import Trace, mark
 from megatron_kd.stream.transport import Outbox, Piece
 from megatron_kd.stream.wire import Agreement, Grant, PartHeader, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Staged:
+    """An answer of one rank, copied into the memory that it is sent from, or on its way there on the device."""
+
+    request: Request
+    buffer: torch.Tensor
+    """uint8, registered."""
+    rows_PR: list[torch.Tensor]
+    """uint8 [P, R] of each part, in `buffer`, one after the other."""
+    parts: list[Part]
+    """This rank's."""
+    all_parts: list[Part]
+    """Every rank's."""
+    ready: torch.cuda.Event | None
+    """The copies have run; None on the CPU, where they have."""
+    outgrown: torch.Tensor | None
+    """Memory that `buffer` takes the place of."""
 
 
 class RowSender:
@@ -23,37 +47,56 @@ class RowSender:
     def __init__(self, outbox: Outbox, agreement: Agreement, *, teacher: Side, teacher_rank: int, write_timeout_s: float = 60.0, trace: Trace | None = None):
         self._outbox, self._agreement, self._teacher, self._trace = outbox, agreement, teacher, trace
         self._rank, self._timeout_s = teacher_rank, write_timeout_s
+        self._buffers: list[torch.Tensor | None] = [None] * NUM_STAGED
+        self._count = 0
+        self._stream: torch.cuda.Stream | None = None
 
     @torch.no_grad()
-    def send(self, request: Request, rows: RowBlock) -> int:
-        """Write this rank's parts of the granted slots and wait until they have arrived; bytes of rows sent."""
+    def stage(self, request: Request, rows: RowBlock) -> Staged | None:
+        """Copy this rank's parts of the granted slots to where they are sent from, without waiting for the device; None where it has none.
+
+        The answer before the last one must be written. Errors: RowsMismatch where this rank lacks rows that the route wants from it.
+        """
         block = request.block
         mark(self._trace, "rows", request.lane, request.seq)
         plan = RoutePlan(student=request.student, teacher=self._teacher, spread=request.spread)
         row_ids_N = block.row_ids_N.numpy()
         cu_seqlens = None if block.cu_seqlens is None else block.cu_seqlens.numpy()
         parts = plan.parts(row_ids_N, block.tokens_bs.shape[1], cu_seqlens)
-        grants = {grant.student_rank: grant for grant in request.grants}
-        mine = [part for part in parts if part.teacher_rank == self._rank and part.student_rank in grants]
+        granted = {grant.student_rank for grant in request.grants}
+        mine = [part for part in parts if part.teacher_rank == self._rank and part.student_rank in granted]
         if not mine:
-            return 0
-        size = row_bytes(self._agreement.hidden_size, self._agreement.wire_dtype)
+            return None
         total = sum(len(part.index_P) for part in mine)
-        staging = self._outbox.stage(max(1, total) * size, rows.hidden_NH.device)
-        staged_NR = wire.as_rows(staging, total, self._agreement.hidden_size, self._agreement.wire_dtype)
+        buffer, outgrown = self._buffer(request, total, rows.hidden_NH.device)
+        staged_NR = wire.as_rows(buffer, total, self._agreement.hidden_size, self._agreement.wire_dtype)
+        pieces = list(staged_NR.split([len(part.index_P) for part in mine]))
+        for part, rows_PR in zip(mine, pieces, strict=True):
+            self._copy(rows, row_ids_N[part.index_P], rows_PR)
+        ready = None
+        if buffer.is_cuda:
+            ready = torch.cuda.Event(blocking=True)
+            ready.record()
+        self._count += 1
+        return Staged(request=request, buffer=buffer, rows_PR=pieces, parts=mine, all_parts=parts, ready=ready, outgrown=outgrown)
+
+    @torch.no_grad()
+    def write(self, staged: Staged) -> int:
+        """Write what was staged and wait until it has arrived; bytes of rows sent. Errors: TransferFailed."""
+        request, size = staged.request, row_bytes(self._agreement.hidden_size, self._agreement.wire_dtype)
+        grants = {grant.student_rank: grant for grant in request.grants}
+        if staged.outgrown is not None:
+            self._outbox.release(staged.outgrown)
         pieces, start = [], 0
-        for part in mine:
-            end = start + len(part.index_P)
-            self._stage(rows, row_ids_N[part.index_P], staged_NR[start:end])
-            header = self._header(request, part, parts, staged_NR[start:end], grants[part.student_rank])
-            runs = tuple(((start + first) * size, slot_row * size, count * size) for first, slot_row, count in part.runs)
-            pieces.append(Piece(grants[part.student_rank].descriptor, runs, header.pack()))
-            start = end
-        if staging.is_cuda:
-            torch.cuda.current_stream(staging.device).synchronize()
+        with self._apart(staged):
+            for part, rows_PR in zip(staged.parts, staged.rows_PR, strict=True):
+                grant = grants[part.student_rank]
+                runs = tuple(((start + first) * size, slot_row * size, count * size) for first, slot_row, count in part.runs)
+                pieces.append(Piece(grant.descriptor, runs, self._header(request, part, staged.all_parts, rows_PR, grant).pack()))
+                start += len(rows_PR)
         mark(self._trace, "staged", request.lane, request.seq)
         try:
-            transfer = self._outbox.start(pieces)
+            transfer = self._outbox.start(staged.buffer, pieces)
             mark(self._trace, "started", request.lane, request.seq)
             transfer.wait(timeout_s=self._timeout_s)
         except TransferFailed:
@@ -61,16 +104,42 @@ class RowSender:
                 self._outbox.forget(piece.descriptor)
             raise
         mark(self._trace, "written", request.lane, request.seq)
-        return total * size
+        return start * size
 
-    def _stage(self, rows: RowBlock, wanted_P: np.ndarray, out_PR: torch.Tensor) -> None:
+    def _buffer(self, request: Request, num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(memory for this answer, smaller memory that it takes the place of): the largest share that such a micro-batch may have here."""
+        index, agreement = self._count % NUM_STAGED, self._agreement
+        old, outgrown = self._buffers[index], None
+        needed = num_rows * row_bytes(agreement.hidden_size, agreement.wire_dtype)
+        if old is None or old.numel() < needed or old.device != device:
+            b, s = request.block.tokens_bs.shape
+            largest = staged_bytes(b, s, agreement.hidden_size, tp=self._teacher.tp, wire_dtype=agreement.wire_dtype, student_tp=request.student.tp, spread=request.spread)
+            self._buffers[index], outgrown = buffer_for_peers(max(needed, largest), device), old
+        return self._buffers[index], outgrown
+
+    def _apart(self, staged: Staged):
+        """Inside, the device has finished the copies, and works for this thread apart from the next forward."""
+        if staged.ready is None:
+            return contextlib.nullcontext()
+        staged.ready.synchronize()
+        self._stream = self._stream or torch.cuda.Stream(staged.buffer.device)
+        return torch.cuda.stream(self._stream)
+
+    def _copy(self, rows: RowBlock, wanted_P: np.ndarray, out_PR: torch.Tensor) -> None:
         held_N = rows.row_ids_N.numpy()
+        if np.array_equal(held_N, wanted_P):
+            wire.encode_rows(rows.hidden_NH, out_PR, self._agreement.wire_dtype)
+            return
         at_P = np.searchsorted(held_N, wanted_P)
         if len(held_N) == 0 or np.any(held_N[np.minimum(at_P, len(held_N) - 1)] != wanted_P):
             raise RowsMismatch(rule(f"rows held by teacher rank {self._rank}", len(held_N), f"must include the {len(wanted_P)} that the route takes from it",
                                     "The replica's announced layout is not the one that it runs"))
         contiguous = len(at_P) and at_P[-1] - at_P[0] == len(at_P) - 1
-        chosen = rows.hidden_NH[at_P[0]:at_P[-1] + 1] if contiguous else rows.hidden_NH[torch.from_numpy(at_P).to(rows.hidden_NH.device)]
+        if contiguous:
+            chosen = rows.hidden_NH[at_P[0]:at_P[-1] + 1]
+        else:
+            index_P = torch.from_numpy(at_P)  # from pinned memory, or the copy would wait for the forward
+            chosen = rows.hidden_NH[index_P.pin_memory().to(out_PR.device, non_blocking=True) if out_PR.is_cuda else index_P]
         wire.encode_rows(chosen, out_PR, self._agreement.wire_dtype)
 
     def _header(self, request: Request, part: Part, parts: list[Part], staged_PR: torch.Tensor, grant: Grant) -> PartHeader:
@@ -81,10 +150,10 @@ class RowSender:
                           checksum=wire.checksum([staged_PR], kind), checksum_kind=kind, runs=tuple((slot_row, count) for _, slot_row, count in part.runs))
 
     def forget(self, descriptors: list[bytes]) -> None:
-        """Drop what is cached about student ranks that left."""
+        """Drop what is cached about student ranks that left. On the writer's thread."""
         for descriptor in descriptors:
             self._outbox.forget(descriptor)
 
     def close(self) -> None:
-        """Release the outbox."""
+        """Release the outbox. After the writer's last job."""
         self._outbox.close()

@@ -6,6 +6,8 @@ Imports no torch. Every function counts exactly what the named code allocates or
 ROW_ALIGN_BYTES = 16
 _ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp8": 1}
 WIRE_DTYPES = tuple(_ELEMENT_BYTES)
+NUM_STAGED = 2
+"""Answers of a teacher rank that are staged or on their way at once: one is written while the next is computed."""
 
 
 def row_bytes(hidden_size: int, wire_dtype: str = "bf16") -> int:
@@ -30,8 +32,13 @@ def ring_bytes(depth: int, **slot) -> int:
     return depth * slot_bytes(slot.pop("b"), slot.pop("s"), slot.pop("hidden_size"), **slot)
 
 
-def staging_bytes(b: int, s: int, hidden_size: int, *, tp: int = 1, wire_dtype: str = "bf16", student_tp: int = 1, spread: bool = True) -> int:
-    """Bytes of a teacher rank's registered send buffer: the largest share of one micro-batch that it may have to send.
+def staging_bytes(b: int, s: int, hidden_size: int, **share) -> int:
+    """Bytes that a teacher rank sends from: NUM_STAGED answers; `share` as in staged_bytes."""
+    return NUM_STAGED * staged_bytes(b, s, hidden_size, **share)
+
+
+def staged_bytes(b: int, s: int, hidden_size: int, *, tp: int = 1, wire_dtype: str = "bf16", student_tp: int = 1, spread: bool = True) -> int:
+    """Bytes of one registered send buffer of a teacher rank: the largest share of one micro-batch that it may have to send.
 
     Under sequence parallelism or shared sending a rank sends 1/tp of the rows; without spread once per student tp rank.
     """

@@ -1,7 +1,7 @@
 """Transport: one-sided writes into memory that the receiver owns. The interface; `nixl.py` and `loopback.py` implement it.
 
 An Inbox belongs to one student rank: it makes buffers writable and collects the messages that writers leave behind them. An
-Outbox belongs to one teacher rank: it lends registered send memory and writes pieces of it. A descriptor is an opaque byte string,
+Outbox belongs to one teacher rank: it writes pieces of that rank's memory. A descriptor is an opaque byte string,
 made by an Inbox, carried by the control channel, understood by the Outbox of the same kind.
 
 Order that every implementation keeps: when a message is polled, all bytes of its piece are in the buffer.
@@ -51,11 +51,12 @@ class Transfer(Protocol):
 class Outbox(Protocol):
     """Sending end; belongs to one thread."""
 
-    def stage(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """A registered uint8 buffer of at least `num_bytes`; the same one again while it suffices. Errors: none of ours."""
+    def start(self, staging: torch.Tensor, pieces: list[Piece]) -> Transfer:
+        """Begin to write all pieces, out of `staging`, a uint8 buffer that is registered when first seen. Errors: TransferFailed; then none is
+        under way."""
 
-    def start(self, pieces: list[Piece]) -> Transfer:
-        """Begin to write all pieces. Errors: TransferFailed; then none is under way."""
+    def release(self, staging: torch.Tensor) -> None:
+        """Nothing will be written out of `staging` any more."""
 
     def forget(self, descriptor: bytes) -> None:
         """Drop what is cached about the descriptor's owner: it left or died."""

@@ -2,8 +2,9 @@
 
 Rank 0 talks to students (stream/publisher.py). A round: rank 0 hands out at most one request for each data-parallel lane of the
 teacher (more than one lane only where experts are spread over them), every rank runs the forward, ranks of the last stage write the
-rows that they hold, rank 0 learns that all are done. Requests are never merged into one batch, so a row does not depend on what else
-was asked. Rounds travel over gloo, apart from the model's own groups.
+rows that they hold, rank 0 learns that all are done. The second half runs on each rank's writer (stream/writer.py), under the next
+round's forward. Requests are never merged into one batch, so a row does not depend on what else was asked. Rounds and reports travel
+over gloo, apart from the model's own groups and from each other.
 """
 
 import time
@@ -19,10 +20,11 @@ from megatron_kd.rows import TokenBlock
 from megatron_kd.stream.channel import pack_message, unpack_message
 from megatron_kd.stream.publisher import Publisher
 from megatron_kd.stream.route import Side
-from megatron_kd.stream.sender import RowSender
+from megatron_kd.stream.sender import RowSender, Staged
 from megatron_kd.stream.spec import TeacherSpec
 from megatron_kd.stream.transport import Outbox
 from megatron_kd.stream.wire import Agreement, Request
+from megatron_kd.stream.writer import Writer
 from megatron_kd.teacher.forward import hidden_rows
 
 IDLE_ROUND_S = 5.0
@@ -54,7 +56,9 @@ class Server:
         self._lane, self._num_lanes = groups.dp.rank(), groups.dp.size()
         side, rank = side_of(lm)
         self._sender = RowSender(make_outbox(), agreement, teacher=side, teacher_rank=rank) if groups.is_last_stage else None
-        self._world = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+        self._world, self._reports = (dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s)) for _ in range(2))
+        self._publisher: Publisher | None = None
+        self._writer = Writer()
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._drop_output_layer()
 
@@ -66,10 +70,12 @@ class Server:
     def run(self, spec: TeacherSpec, *, stop: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Rank 0 leads, the others follow."""
         if self._rank != 0:
-            while (round_ := self._receive()) is not None:
-                self._work(round_)
+            with self._writer:
+                while (round_ := self._receive()) is not None:
+                    self._work(round_)
             return
-        with Publisher(spec) as publisher:
+        with Publisher(spec) as publisher, self._writer:
+            self._publisher = publisher
             say(f"teacher replica {spec.name} serves {spec.agreement.fingerprint[:8]}, looking for students at {spec.rendezvous[0]}:{spec.rendezvous[1]}")
             try:
                 self._lead(publisher, stop, say)
@@ -99,34 +105,47 @@ class Server:
 
     def _round(self, publisher: Publisher, requests: list[Request], gone: list[bytes]) -> None:
         try:
-            failures = self._work((requests, gone))
+            self._work((requests, gone))
         except BaseException as e:
             for request in requests:
                 publisher.finish(request, error=f"{type(e).__name__}: {e}")
             raise
-        for lane, request in enumerate(requests):
-            publisher.finish(request, error=failures.get(lane))
 
-    def _work(self, round_: tuple[list[Request], list[bytes]]) -> dict[int, str]:
-        """Forward and writes of one round; on rank 0, what failed to be written, by lane."""
+    def _work(self, round_: tuple[list[Request], list[bytes]]) -> None:
+        """Forward of one round; its writes are left to the writer."""
         requests, gone = round_
         if self._sender is not None and gone:
-            self._sender.forget(gone)
+            self._writer.put(lambda: self._sender.forget(gone))
         if not requests:
-            return {}
+            return
         mine = requests[self._lane] if self._lane < len(requests) else None
         rows = hidden_rows(self._lm, (mine or requests[0]).block, gather=False)  # lanes without a request keep the experts' exchanges complete
-        failure = None
+        self._writer.reserve()
+        staged = failure = None
         if mine is not None and rows is not None and self._sender is not None:
             try:
-                self._sender.send(mine, rows)
+                staged = self._sender.stage(mine, rows)
             except WireError as e:
-                failure = self._lane, f"rank {self._rank}: {e}"
-        if self._num_ranks == 1:
-            return dict([failure] if failure else [])
-        gathered = [None] * self._num_ranks if self._rank == 0 else None
-        dist.gather_object(failure, gathered, dst=0, group=self._world)
-        return dict(item for item in gathered or [] if item is not None)
+                failure = self._failure(e)
+        self._writer.put(lambda: self._end(requests, staged, failure))
+
+    def _end(self, requests: list[Request], staged: Staged | None, failure: tuple[int, str] | None) -> None:
+        """On the writer's thread: this rank's writes of one round; then rank 0 hears from all and reports to the students."""
+        try:
+            if staged is not None:
+                self._sender.write(staged)
+        except WireError as e:
+            failure = self._failure(e)
+        gathered = [failure] if self._num_ranks == 1 else [None] * self._num_ranks if self._rank == 0 else None
+        if self._num_ranks > 1:
+            dist.gather_object(failure, gathered, dst=0, group=self._reports)
+        if self._publisher is not None:
+            failures = dict(item for item in gathered if item is not None)
+            for lane, request in enumerate(requests):
+                self._publisher.finish(request, error=failures.get(lane))
+
+    def _failure(self, error: WireError) -> tuple[int, str]:
+        return self._lane, f"rank {self._rank}: {error}"
 
     def _send(self, round_: dict | None) -> None:
         """Rank 0: hand a round to all ranks; None ends them."""

@@ -11,6 +11,7 @@ from megatron_kd.stream import sizes
 from megatron_kd.stream.loopback import Fabric, LoopbackInbox
 from megatron_kd.stream.receiver import Receiver
 from megatron_kd.stream.route import Side
+from megatron_kd.stream.writer import Writer
 from tests.stream_peers import AGREED, HIDDEN, Stage, block, check_rows, rows_of, student_spec
 
 
@@ -118,13 +119,45 @@ def test_requests_are_shared_by_replicas_and_a_polite_leave_loses_nothing():
         b.close()
 
 
+def test_the_next_forwards_run_while_rows_are_on_their_way_and_no_more_than_there_is_memory_for():
+    forwards, overlapped, at_most = [], [], []
+
+    def rows(b):
+        forwards.append(b.step)
+        return rows_of(b)
+
+    def on_write(piece, staging):
+        step, deadline = len(overlapped), time.monotonic() + 5
+        while step + 1 not in forwards and time.monotonic() < deadline and step < 9:
+            time.sleep(0.001)
+        overlapped.append(step + 1 in forwards)
+        time.sleep(0.01)
+        at_most.append(max(forwards) - step)
+
+    with Stage(fabric=Fabric(on_write), ring_depth=6) as stage, stage.teacher(rows=rows) as teacher:
+        consume(stage.ranks[0], [block(i) for i in range(10)], ahead=5)
+        assert all(overlapped[:9]) and max(at_most) <= sizes.NUM_STAGED
+        assert sum(buffer.numel() for buffer in teacher.senders[0]._buffers) == sizes.staging_bytes(2, 16, HIDDEN)
+
+
+def test_what_a_job_of_the_writer_raises_reaches_the_serve_loop():
+    def broken():
+        raise ValueError("out of order")
+
+    with pytest.raises(ValueError, match="out of order"), Writer() as writer:
+        writer.put(broken)
+        for _ in range(3):
+            writer.reserve()
+            writer.put(lambda: None)
+
+
 def test_a_late_write_of_a_silent_replica_cannot_land_in_a_reused_slot():
     """Replica A stalls in the middle of a write; B answers; A's write then ends, and neither rows nor memory in use change."""
     reached, go = threading.Event(), threading.Event()
     slow = {"on": True}
 
     def on_write(piece, staging):
-        if slow["on"] and threading.current_thread() is a.thread:
+        if slow["on"] and any(staging is buffer for buffer in a.senders[0]._buffers):
             slow["on"] = False
             reached.set()
             go.wait(20)

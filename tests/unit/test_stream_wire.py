@@ -10,6 +10,7 @@ import torch
 from megatron_kd.errors import FingerprintMismatch, RowsMismatch, TransferFailed, WireError, WireVersionMismatch
 from megatron_kd.rows import TokenBlock
 from megatron_kd.stream import sizes, wire
+from megatron_kd.stream.channel import WIRE_VERSION
 from megatron_kd.stream.wire import Agreement, Grant, PartHeader, Request
 
 AGREED = Agreement(fingerprint="ab" * 16, head_transform="none", hidden_size=10)
@@ -31,7 +32,7 @@ def test_header_survives_the_wire_and_reads_version_and_agreement_before_the_bod
     assert PartHeader.unpack(header().pack(), AGREED.digest) == header()
     data = bytearray(header().pack())[:-3]  # a broken body must not hide that the version is another
     struct.pack_into("<H", data, 2, 9)
-    with pytest.raises(WireVersionMismatch, match="= 9.*ours, 1"):
+    with pytest.raises(WireVersionMismatch, match=f"= 9.*ours, {WIRE_VERSION}"):
         PartHeader.unpack(bytes(data), AGREED.digest)
     with pytest.raises(FingerprintMismatch, match=f"{AGREED.digest:#x}.*0x5"):
         PartHeader.unpack(header().pack()[:-3], 5)
@@ -116,6 +117,8 @@ def test_checksum_sees_one_flipped_bit_and_two_exchanged_rows(kind):
     exchanged = rows[[0, 2, 1, 3, 4, 5, 6, 7]]
     assert want not in (wire.checksum([flipped], kind), wire.checksum([exchanged], kind))
     assert wire.checksum([rows], "none") == 0
+    if kind == "sum64":
+        assert want == sum(int(word) * (2 * i + 1) for i, word in enumerate(rows.view(torch.int64).flatten())) % 2**64, "the documented sum"
 
 
 def test_a_part_with_another_hash_count_or_content_is_refused_with_both_values():
