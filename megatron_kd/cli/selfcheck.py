@@ -87,9 +87,10 @@ def _all_rows(device: torch.device, backend: str, group: dist.ProcessGroup | Non
     if tp > 1:
         base = next(iter(cases()))
         even = tuple(base.num_rows // tp + (rank < base.num_rows % tp) for rank in range(tp))
-        for rows_per_rank, name in ((even, "sp even"), ((0,) * (tp - 1) + (base.num_rows,), "sp all rows on the last rank")):
+        last = (0,) * (tp - 1) + (base.num_rows,)
+        for rows_per_rank, own_teacher_rows, name in ((even, False, "sp even"), (even, True, "sp even, teacher's rows too"), (last, True, "sp all rows on the last rank")):
             for dtype in dtypes:
-                yield from _compare(replace(base, dtype=dtype), device, backend, group, f"tp={tp} {name}", rows_per_rank)
+                yield from _compare(replace(base, dtype=dtype), device, backend, group, f"tp={tp} {name}", rows_per_rank, own_teacher_rows)
     for case in cases():
         yield _finite_difference(replace(case, dtype=torch.float64, weights="ones"), device, group, f"tp={tp}")
     for kind in ("rows", "weights"):
@@ -112,9 +113,9 @@ def cases() -> Iterator[check.Case]:
     yield check.Case(name="cross-entropy alone", objective=Objective(kd_weight=0.0, ce_weight=1.0), signal="labels")
 
 
-def _compare(case: check.Case, device: torch.device, backend: str, group, layout: str, rows_per_rank) -> Iterator[Row]:
+def _compare(case: check.Case, device: torch.device, backend: str, group, layout: str, rows_per_rank, own_teacher_rows: bool = False) -> Iterator[Row]:
     tensors = check.build(case, device)
-    got = check.actual(case, tensors, group=group, rows_per_rank=rows_per_rank, backend=backend)
+    got = check.actual(case, tensors, group=group, rows_per_rank=rows_per_rank, own_teacher_rows=own_teacher_rows, backend=backend)
     results = check.compare_all(got, check.expected(case, tensors), check.plain(case, tensors, group_size(group)), case.dtype)
     for part, result in results.items():
         yield Row(check=f"{case.name}: {part}", layout=f"{layout} {str(case.dtype).removeprefix('torch.')}", scale=result.scale, cosine=result.cosine,

@@ -85,7 +85,7 @@ def test_passes_on_two_ranks_and_writes_every_row(ranks, tmp_path):
     result = json.loads(path.read_text())
     assert result["passed"] and all(set(row) == {"check", "layout", "scale", "cosine", "max_error", "passed"} for row in result["rows"])
     layouts = {row["layout"] for row in result["rows"]}
-    assert {"tp=2 float32", "tp=2 bfloat16", "tp=2 float64", "tp=2 sp even float32"} <= layouts
+    assert {"tp=2 float32", "tp=2 bfloat16", "tp=2 float64", "tp=2 sp even float32", "tp=2 sp even, teacher's rows too bfloat16"} <= layouts
 
 
 @pytest.mark.parametrize("name", FAULTS)
