@@ -9,6 +9,7 @@ resumes from the newest checkpoint, and writes logs by role to OUTPUT_DIR/logs/s
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,11 +44,14 @@ def run(args: argparse.Namespace) -> int:
     text = slurm_script(job_for(recipe, args))
     Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)  # Slurm opens the job's log there before the script runs
     if args.output:
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         Path(args.output).write_text(text, encoding="utf-8")
     elif not args.submit:
         print(text, end="")
     if not args.submit:
         return 0
+    if shutil.which("sbatch") is None:
+        raise ConfigError(rule("--submit", "sbatch", "is not on this machine", "Write the script with --output and submit it on a login node of the cluster"))
     answer = subprocess.run(["sbatch", "--parsable"], input=text, text=True, capture_output=True)
     print(answer.stdout.strip() or answer.stderr.strip(), file=sys.stdout if answer.returncode == 0 else sys.stderr)
     return answer.returncode

@@ -95,12 +95,17 @@ def table(result: dict) -> Table:
         dense, fused = result["dense_loss_peak_bytes"], result["loss_peak_bytes"]
         view.add_row(
             "peak memory of the loss (dense, fused)",
-            f"{dense / 2**20:,.0f} MiB",
-            f"{fused / 2**20:,.0f} MiB",
+            _size(dense),
+            _size(fused),
             f"{100 * (fused - dense) / dense:+.1f}%",
         )
     view.add_row("wall time", "", f"{result['wall_s']:,.0f} s", "")
     return view
+
+
+def _size(num_bytes: int) -> str:
+    """MiB, or KiB where that would be a small number of them."""
+    return f"{num_bytes / 2**20:,.0f} MiB" if num_bytes >= 10 * 2**20 else f"{num_bytes / 2**10:,.0f} KiB"
 
 
 def write(folder: Path, result: dict, history: History) -> list[Path]:
@@ -121,20 +126,24 @@ def _curve(path: Path, result: dict, history: History) -> Path:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for metric, label, colour in ((KD_METRIC, "divergence from the teacher", "tab:blue"), (CE_METRIC, "cross-entropy", "tab:orange")):
+    panels = ((KD_METRIC, "divergence from the teacher", "tab:blue"), (CE_METRIC, "cross-entropy", "tab:orange"))
+    figure, both = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for axes, (metric, label, colour) in zip(both, panels, strict=True):
         steps = [(s + 1, r[metric]) for s, r in sorted(history.steps.items()) if metric in r]
         held_out = [(s, r[metric]) for s, r in sorted(history.evaluations.items()) if metric in r]
         if steps:
-            axes.plot(*zip(*steps), color=colour, label=f"{label}, training")
+            axes.plot(*zip(*steps), color=colour, alpha=0.6, label="training")
         if held_out:
-            axes.plot(*zip(*held_out), "o--" if len(held_out) > 2 else "o", color=colour, label=f"{label}, held out")
-    axes.set(xlabel="training steps", ylabel="nats per token", title=f"{result['name']}  ({result['placement']}, {result['layout']})")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    if axes.has_data():
-        axes.legend()
+            axes.plot(*zip(*held_out), "o--" if len(held_out) > 2 else "o", color=colour, label="held out")
+        axes.set(xlabel="training steps", ylabel="nats per token", title=label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        if axes.has_data():
+            axes.legend()
+    both[0].set_ylim(bottom=0)
+    figure.suptitle(f"{result['name']}  ({result['placement']}, {result['layout']})")
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return path

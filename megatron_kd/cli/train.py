@@ -7,6 +7,7 @@ Each rank's output goes to OUTPUT_DIR/logs; the last rank shows progress and wri
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ from megatron_kd.cli.ports import free_port
 from megatron_kd.config.check import check_world
 from megatron_kd.config.load import load, to_yaml
 from megatron_kd.config.schema import Recipe
-from megatron_kd.errors import KDError
+from megatron_kd.errors import KDError, MissingDependency
 
 EXIT_STOPPED_EARLY = 75
 """The run was told to stop, saved, and can be continued (sysexits.h's EX_TEMPFAIL); launchers start it again."""
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rank, world = rank_and_world()
     check_world(recipe, world)
+    check_loggers(recipe)
     path = Path(recipe.output_dir) / "logs" / f"train_rank{rank}.log" if args.output == "files" else None
     with logs.to_file(path) as terminal:
         try:
@@ -61,6 +63,13 @@ def run(args: argparse.Namespace) -> int:
             print(f"rank {rank}: stopped early, after saving; the same command continues the run", file=terminal if rank == world - 1 else sys.stdout)
             return EXIT_STOPPED_EARLY
     return 0
+
+
+def check_loggers(recipe: Recipe) -> None:
+    """MissingDependency for a logging service whose package is not there: Bridge would find out on one rank, after building the models."""
+    for key, package in (("wandb_project", "wandb"), ("mlflow_experiment", "mlflow")):
+        if getattr(recipe.train, key) and importlib.util.find_spec(package) is None:
+            raise MissingDependency(f"train.{key} = {getattr(recipe.train, key)!r}: needs the package {package}: pip install {package}")
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -97,7 +97,9 @@ def _python_documents(source: str) -> Iterator[str]:
 
 
 def _files(source: str) -> list[Path]:
-    path = Path(source)
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise ConfigError(rule("data.text", source, "there is no such file or folder", "Give a file, a folder of .txt or .jsonl files, or python:MODULE.ATTRIBUTE"))
     files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl")) if path.is_dir() else [path]
     if not files or not all(f.is_file() for f in files):
         raise ConfigError(rule("data.text", source, "holds no .txt or .jsonl file", "Give a file, a folder of them, or python:MODULE.ATTRIBUTE"))

@@ -1,6 +1,7 @@
 """The program: dispatch, errors as exit codes, logs, history and report."""
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -46,6 +47,27 @@ def test_layout_that_needs_more_ranks_is_refused_before_anything_is_built(tmp_pa
     assert "world_size = 1" in (text := capsys.readouterr().err) and "3" in text
 
 
+@pytest.mark.parametrize(("key", "package"), [("wandb_project", "wandb"), ("mlflow_experiment", "mlflow")])
+def test_a_logging_service_that_is_not_installed_is_named_before_the_models_are_built(tmp_path, capsys, monkeypatch, key, package):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, find=importlib.util.find_spec: None if name == package else find(name))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    path = tmp_path / "r.yaml"
+    path.write_text(json.dumps(RECIPE))
+    assert main(["train", str(path), f"train.{key}=p"]) == 1
+    assert capsys.readouterr().err == f"MissingDependency: train.{key} = 'p': needs the package {package}: pip install {package}\n"
+
+
+def test_a_slurm_script_goes_into_a_new_folder_and_without_slurm_is_not_submitted(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "r.yaml").write_text(json.dumps(RECIPE))
+    assert main(["launch", "r.yaml", "--slurm", "--output", "jobs/new/job.sbatch"]) == 0
+    assert (tmp_path / "jobs/new/job.sbatch").read_text().startswith("#!/bin/bash")
+    assert main(["launch", "r.yaml", "--slurm", "--submit"]) == 1
+    assert "--output" in capsys.readouterr().err
+
+
 def test_dispatcher_imports_no_torch():
     code = "import sys; sys.modules['torch'] = None; from megatron_kd.cli.main import main; sys.exit(main(['--version']))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
@@ -87,8 +109,8 @@ def test_summary_table_and_curve_state_held_out_change(tmp_path):
     assert "heldout_kl_before" not in summary(build(RECIPE, ["loss.temperature=2"]), history, layout="", wall_s=1.0, memory=None), (
         "at T=2 the divergence is no KL of the models"
     )
-    cells = [cell for column in table(result).columns for cell in column.cells]
-    assert "-25.0%" in cells
+    cells = [cell for column in table(result | {"dense_loss_peak_bytes": 400 * 2**20, "loss_peak_bytes": 3 * 2**10}).columns for cell in column.cells]
+    assert {"-25.0%", "400 MiB", "3 KiB"} <= set(cells)
     paths = write(tmp_path / "out", result, history)
     assert json.loads(paths[0].read_text()) == result and paths[1].read_bytes().startswith(b"\x89PNG")
 

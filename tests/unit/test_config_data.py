@@ -109,7 +109,8 @@ def test_no_paragraph_of_a_held_out_topic_is_left_in_training(prepared_pydoc):
 @pytest.mark.parametrize(
     "source, words",
     [
-        ("nowhere", ["nowhere", "no .txt or .jsonl"]),
+        ("nowhere", ["nowhere", "no such file or folder"]),
+        ("/proc/self/fdinfo", ["fdinfo", "no .txt or .jsonl"]),
         ("python:no.such", ["python:no.such", "cannot be loaded"]),
         ("python:os.nothing", ["cannot be loaded"]),
     ],
