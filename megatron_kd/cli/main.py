@@ -25,6 +25,10 @@ COMMANDS = {
     "selfcheck": "check the loss on this machine and layout against its fp64 reference",
     "bench": "measure the loss against other implementations, or the ring between two processes",
 }
+SHORTHANDS = """with any recipe:
+  --shrink              its small twin instead: tiny random models of the same kind on the CPU, made once below out/shrink
+  --data DIR            read this folder of .txt or .jsonl files: data.kind=text data.text=DIR
+"""
 EXIT_FAILURE, EXIT_USAGE = 1, 2
 
 
@@ -50,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
             prog=f"megatron-kd {argv[0]}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         command.add_arguments(parser)
+        if any(action.dest == "recipe" for action in parser._actions):
+            parser.epilog = SHORTHANDS
         return command.run(_parse(parser, argv[1:]))
     except KDError as error:
         if os.environ.get("MEGATRON_KD_TRACEBACK") == "1":

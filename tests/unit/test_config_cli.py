@@ -27,6 +27,13 @@ def test_help_lists_every_command(capsys):
     assert all(name in out for name in COMMANDS)
 
 
+@pytest.mark.parametrize(("command", "takes_recipe"), [("train", True), ("launch", True), ("selfcheck", False)])
+def test_help_names_the_options_that_go_with_any_recipe(capsys, command, takes_recipe):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert ("--shrink" in capsys.readouterr().out) is takes_recipe
+
+
 def test_unknown_command_is_a_usage_error_that_lists_the_known_ones(capsys):
     assert main(["trian"]) == 2
     assert "'trian'" in (text := capsys.readouterr().err) and "train" in text
