@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column
 
 from megatron_kd.errors import ConvertError, rule
 from megatron_kd.layout import ParallelLayout
@@ -240,9 +241,11 @@ class _progress:
     """
 
     def __init__(self, *titles: str):
-        columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[name]}")]
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(elapsed_when_finished=True),
+                   TextColumn("{task.fields[name]}", table_column=rest)]
         console = Console(stderr=True)
-        self._bar = Progress(*columns, console=console, transient=True, disable=_rank() != 0 or not console.is_terminal)
+        self._bar = Progress(*columns, console=console, transient=True, expand=True, disable=_rank() != 0 or not console.is_terminal)
         self._prints_lines = _rank() == 0 and not console.is_terminal
         self._titles, self._last_line_s = titles, time.monotonic()
 

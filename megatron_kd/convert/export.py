@@ -7,7 +7,9 @@ unnamed scratch file of each (mcore/on_disk.py); on a GPU it lies in its memory.
 
 import contextlib
 import math
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +50,8 @@ def import_hf(source: str | Path, target: str | Path, *, layout: ParallelLayout,
 
     read = Checkpoint.open(source)
     check_target(target, overwrite=False)
-    parent = Path(target).absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    check_room(parent, _plain_bytes(read, dtype))
-    provider = _weightless_provider(source, layout, dtype, scratch or parent)
+    scratch = _checked_scratch(target, scratch, _plain_size(read, dtype)[1])
+    provider = _weightless_provider(source, layout, dtype, scratch)
     bridge = model.bridge_for(source, dtype)
     provider.register_pre_wrap_hook(lambda chunks: checkpoint.load_hf_weights(bridge, chunks, progress))
     chunks = model.build_model(provider, seed=0)
@@ -77,7 +77,9 @@ def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str 
     config = naming.text_only_config(read_json(Path(reference) / "config.json"))
     saved = checkpoint.run_config(checkpoint_dir).get("model", {})
     mtp_layers = saved.get("mtp_num_layers") or None
-    chunks = _trained_model(checkpoint_dir, reference, layout, dtype, mtp_layers, scratch or Path(target).absolute().parent, read_progress)
+    expected_tensors, expected_bytes = _expected_size(reference, dtype, mtp_layers)
+    scratch = _checked_scratch(target, scratch, expected_bytes or 0)
+    chunks = _trained_model(checkpoint_dir, reference, layout, dtype, mtp_layers, scratch, read_progress)
     tokens_bs = torch.randint(0, config["vocab_size"], PARITY_TOKENS, generator=torch.Generator().manual_seed(0))
     ours_bsV = _logits_on_rank_0(checkpoint.forward_logits(chunks, tokens_bs)) if check else None
     checkpoint.merge_adapters(chunks)
@@ -87,15 +89,30 @@ def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str 
             pass
         return Exported(num_tensors=0, num_bytes=0, max_logit_error=None)
     num_tensors, error = 0, None
-    with CheckpointWriter(target, expected_bytes=_expected_bytes(reference, dtype), overwrite=overwrite, progress=progress) as writer:
-        for name, tensor in tensors:
+
+    def counted(done: int, total: int | None, name: str) -> None:
+        if progress is not None:
+            progress(done, total, f"{num_tensors} of {expected_tensors or '?'}: {name}")
+
+    with CheckpointWriter(target, expected_bytes=expected_bytes, overwrite=overwrite, progress=counted) as writer:
+        for num_tensors, (name, tensor) in enumerate(tensors, 1):
             writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
-            num_tensors += 1
         writer.add_json("config.json", _exported_config(config, mtp_layers, dtype))
         writer.copy_companions(Path(reference))
         if check:
             error = _check_parity(writer.close_shards(), tokens_bs, ours_bsV[..., : config["vocab_size"]], dtype, max_logit_error)
     return Exported(num_tensors=num_tensors, num_bytes=writer.num_bytes, max_logit_error=error)
+
+
+def _checked_scratch(target: str | Path, scratch: str | Path | None, num_bytes: int) -> Path:
+    """The scratch directory, made if need be, after a look at the room for `num_bytes` of target, and of scratch on the same disk. Errors: ConvertError."""
+    parent = Path(target).absolute().parent
+    directory = Path(scratch) if scratch else parent
+    for each in (parent, directory):
+        each.mkdir(parents=True, exist_ok=True)
+    shares_disk = not torch.cuda.is_available() and os.stat(directory).st_dev == os.stat(parent).st_dev
+    check_room(parent, num_bytes * (2 if shares_disk else 1))
+    return directory
 
 
 def _weightless_provider(source: str | Path, layout: ParallelLayout, dtype: torch.dtype, scratch: str | Path, mtp_layers: int | None = None):
@@ -141,17 +158,18 @@ def _whole_checkpoint(target: str | Path) -> Iterator[Path]:
     dist.barrier()
 
 
-def _expected_bytes(reference: str | Path, dtype: torch.dtype) -> int | None:
-    """About what the export will write, from the reference's weights; None where it has none."""
+def _expected_size(reference: str | Path, dtype: torch.dtype, mtp_layers: int | None) -> tuple[int | None, int | None]:
+    """About the tensors, and their bytes, that the export will write, from the reference's weights; None where it has none."""
     with contextlib.suppress(ConvertError):
-        return _plain_bytes(Checkpoint.open(reference), dtype)
-    return None
+        return _plain_size(Checkpoint.open(reference), dtype, left_out=() if mtp_layers else (naming.MTP,))
+    return None, None
 
 
-def _plain_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of all its tensors in `dtype`, MXFP4 unpacked."""
-    values_per_element = {name: 0 if name.endswith(mxfp4.SCALES) else 2 if name.endswith(mxfp4.BLOCKS) else 1 for name in checkpoint.specs}
-    return sum(math.prod(spec.shape) * values_per_element[name] for name, spec in checkpoint.specs.items()) * dtype.itemsize
+def _plain_size(checkpoint: Checkpoint, dtype: torch.dtype, left_out: Sequence[re.Pattern] = ()) -> tuple[int, int]:
+    """Tensors of its language model without those `left_out`, and their bytes in `dtype`, MXFP4 unpacked."""
+    names = [name for name in checkpoint.specs if not name.endswith(mxfp4.SCALES) and not any(p.match(name) for p in (naming.NOT_TEXT, *left_out))]
+    num_values = sum(math.prod(checkpoint.specs[name].shape) * (2 if name.endswith(mxfp4.BLOCKS) else 1) for name in names)
+    return len(names), num_values * dtype.itemsize
 
 
 def _exported_config(config: dict, mtp_layers: int | None, dtype: torch.dtype) -> dict:

@@ -7,6 +7,7 @@ so that beyond the model itself the memory is that of one layer.
 
 import contextlib
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -169,14 +170,24 @@ def _merge_adapter(wrapper: torch.nn.Module) -> None:
 
 
 def save_weights(chunks: Sequence[torch.nn.Module], directory: str | Path, *, tokenizer: str | Path | None = None, progress: Progress | None = None) -> None:
-    """Write the weights as a Megatron checkpoint (iter_0000000, no optimizer state) with its run_config.yaml. Collective."""
+    """Write the weights as a Megatron checkpoint (iter_0000000, no optimizer state) with its run_config.yaml. Collective.
+
+    Errors: ConvertError where it cannot be written; Megatron's writer hides why, so a full disk is told from the room that is left.
+    """
     from megatron.bridge.training.model_load_save import save_megatron_model
+    from torch.distributed.checkpoint.api import CheckpointException
 
     def written() -> int:
         return sum(file.stat().st_size for file in Path(directory).glob(f"iter_*/__{torch.distributed.get_rank()}_*"))
 
     with in_place(chunks) as shards, _watched(lambda: _num_bytes(shards, main_replicas=True), written, progress):
-        save_megatron_model(list(chunks), str(directory), hf_tokenizer_path=str(tokenizer) if tokenizer else None)
+        try:
+            save_megatron_model(list(chunks), str(directory), hf_tokenizer_path=str(tokenizer) if tokenizer else None)
+        except (Exception, CheckpointException) as e:
+            is_full = shutil.disk_usage(directory).free < _num_bytes(shards, main_replicas=True) - written()
+            why = "the disk is full" if is_full else str(e).strip().splitlines()[-1]
+            raise ConvertError(rule("checkpoint in", str(Path(directory).parent), f"could not be written: {why}; nothing is left of it",
+                                    "Free space or choose another target, then run the same command again")) from e
 
 
 def _num_bytes(shards: list, *, main_replicas: bool = False) -> int:
