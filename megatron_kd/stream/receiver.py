@@ -336,8 +336,8 @@ class Receiver:
     def _poll_loop(self) -> None:
         if self._spec.device.type != "cuda":
             return self._poll()
-        # checksums on a stream of their own: they must not wait for the student's kernels
-        with torch.cuda.device(self._spec.device), torch.cuda.stream(torch.cuda.Stream(self._spec.device)):
+        torch.cuda.set_device(self._spec.device)  # for the life of the thread: going back to device 0 would make a context there
+        with torch.cuda.stream(torch.cuda.Stream(self._spec.device)):  # checksums must not wait for the student's kernels
             return self._poll()
 
     def _poll(self) -> None:

@@ -68,7 +68,8 @@ class RowSender:
         if not mine:
             return None
         total = sum(len(part.index_P) for part in mine)
-        buffer, outgrown = self._buffer(request, total, rows.hidden_NH.device)
+        index = self._count % NUM_STAGED
+        buffer = self._buffer(self._buffers[index], request, total, rows.hidden_NH.device)
         staged_NR = wire.as_rows(buffer, total, self._agreement.hidden_size, self._agreement.wire_dtype)
         pieces = list(staged_NR.split([len(part.index_P) for part in mine]))
         for part, rows_PR in zip(mine, pieces, strict=True):
@@ -77,7 +78,8 @@ class RowSender:
         if buffer.is_cuda:
             ready = torch.cuda.Event(blocking=True)
             ready.record()
-        self._count += 1
+        outgrown = None if self._buffers[index] is buffer else self._buffers[index]
+        self._buffers[index], self._count = buffer, self._count + 1
         return Staged(request=request, buffer=buffer, rows_PR=pieces, parts=mine, all_parts=parts, ready=ready, outgrown=outgrown)
 
     @torch.no_grad()
@@ -85,10 +87,10 @@ class RowSender:
         """Write what was staged and wait until it has arrived; bytes of rows sent. Errors: TransferFailed."""
         request, size = staged.request, row_bytes(self._agreement.hidden_size, self._agreement.wire_dtype)
         grants = {grant.student_rank: grant for grant in request.grants}
-        if staged.outgrown is not None:
-            self._outbox.release(staged.outgrown)
         pieces, start = [], 0
         with self._apart(staged):
+            if staged.outgrown is not None:
+                self._outbox.release(staged.outgrown)
             for part, rows_PR in zip(staged.parts, staged.rows_PR, strict=True):
                 grant = grants[part.student_rank]
                 runs = tuple(((start + first) * size, slot_row * size, count * size) for first, slot_row, count in part.runs)
@@ -106,21 +108,21 @@ class RowSender:
         mark(self._trace, "written", request.lane, request.seq)
         return start * size
 
-    def _buffer(self, request: Request, num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(memory for this answer, smaller memory that it takes the place of): the largest share that such a micro-batch may have here."""
-        index, agreement = self._count % NUM_STAGED, self._agreement
-        old, outgrown = self._buffers[index], None
+    def _buffer(self, old: torch.Tensor | None, request: Request, num_rows: int, device: torch.device) -> torch.Tensor:
+        """`old` where it suffices, else memory for the largest share that such a micro-batch may have here."""
+        agreement = self._agreement
         needed = num_rows * row_bytes(agreement.hidden_size, agreement.wire_dtype)
-        if old is None or old.numel() < needed or old.device != device:
-            b, s = request.block.tokens_bs.shape
-            largest = staged_bytes(b, s, agreement.hidden_size, tp=self._teacher.tp, wire_dtype=agreement.wire_dtype, student_tp=request.student.tp, spread=request.spread)
-            self._buffers[index], outgrown = buffer_for_peers(max(needed, largest), device), old
-        return self._buffers[index], outgrown
+        if old is not None and old.numel() >= needed and old.device == device:
+            return old
+        b, s = request.block.tokens_bs.shape
+        largest = staged_bytes(b, s, agreement.hidden_size, tp=self._teacher.tp, wire_dtype=agreement.wire_dtype, student_tp=request.student.tp, spread=request.spread)
+        return buffer_for_peers(max(needed, largest), device)
 
     def _apart(self, staged: Staged):
         """Inside, the device has finished the copies, and works for this thread apart from the next forward."""
         if staged.ready is None:
             return contextlib.nullcontext()
+        torch.cuda.set_device(staged.buffer.device)  # for the life of the writer's thread: NIXL needs a context too
         staged.ready.synchronize()
         self._stream = self._stream or torch.cuda.Stream(staged.buffer.device)
         return torch.cuda.stream(self._stream)
