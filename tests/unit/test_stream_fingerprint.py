@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_kd.errors import ConfigError
-from megatron_kd.fingerprint import cached_fingerprint, expand_mxfp4, fingerprint_hf, hf_tensors, read_config, teacher_fingerprint
+from megatron_kd.fingerprint import EXPANDED_ROWS, cached_fingerprint, expand_mxfp4, fingerprint_hf, hf_tensors, read_config, teacher_fingerprint
 
 CONFIG = {"model_type": "toy", "hidden_size": 4, "transformers_version": "5.0", "tie_word_embeddings": False}
 
@@ -75,10 +75,11 @@ def test_text_part_of_a_vision_model_and_tied_head(teacher):
     assert fingerprint_hf(teacher(vision, tied, name="b")) == want
 
 
-def test_mxfp4_pair_equals_its_bfloat16_form(teacher):
+@pytest.mark.parametrize("out, groups", [(6, 1), (EXPANDED_ROWS + 72, 2)])
+def test_mxfp4_pair_equals_its_bfloat16_form(teacher, out, groups):
     generator = torch.Generator().manual_seed(3)
-    blocks = torch.randint(0, 256, (2, 6, 1, 16), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(120, 134, (2, 6, 1), generator=generator, dtype=torch.uint8)
+    blocks = torch.randint(0, 256, (2, out, groups, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 134, (2, out, groups), generator=generator, dtype=torch.uint8)
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     want = mxfp4.convert_moe_packed_tensors(blocks.clone(), scales.clone())
     assert torch.equal(expand_mxfp4(blocks, scales), want)
