@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # One teacher replica, a world of its own on one or several nodes; run on every node of the replica, before or after the student starts:
 #   recipes/torchrun/teacher_nodes.sh RECIPE NUM_NODES NODE_RANK REPLICA_HEAD GPUS_PER_NODE STUDENT_HEAD [key=value ...]
-# It serves until the student is done; started again after a crash, it is taken back.
+# It serves whichever student comes to the rendezvous until it is ended (Ctrl-C or SIGTERM to the ranks), also after the student is done; started again after a
+# crash, it is taken back.
 set -euo pipefail
 recipe=$1 nodes=$2 node_rank=$3 head=$4 gpus=$5 student=$6
 shift 6
