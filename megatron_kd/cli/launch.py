@@ -2,6 +2,7 @@
 
   megatron-kd launch recipes/qwen35_35b_9b_streamed.yaml --slurm --student-gpus 32 --output job.sbatch
   megatron-kd launch ... --heterogeneous          student and teachers as two components of a heterogeneous job
+  megatron-kd launch ... --gpu h200-141           refuse what the planner says does not fit, and note its figure in the script
   megatron-kd launch ... --submit                 hand it to sbatch at once
 
 Teacher replicas and their layout come from the recipe. The job saves and requeues itself before its time limit and on preemption,
@@ -19,6 +20,9 @@ from megatron_kd.config.check import check_world
 from megatron_kd.config.load import load
 from megatron_kd.config.schema import Recipe
 from megatron_kd.errors import ConfigError, rule
+from megatron_kd.plan.gpus import gpu
+from megatron_kd.plan.memory import worst
+from megatron_kd.plan.recipe import job_from_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--submit", action="store_true", help="run sbatch on it")
     parser.add_argument("--student-gpus", type=int, help="ranks of the student's world (default: the fewest that its layout takes, in whole nodes)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a node; with device: cpu, ranks of a node")
+    parser.add_argument("--gpu", help="the GPUs' model, as for `megatron-kd plan`: have the planner check the memory first")
     parser.add_argument("--heterogeneous", action="store_true", help="two components instead of one allocation")
     parser.add_argument("--time", default="24:00:00", help="wall clock limit of one attempt")
     parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="another #SBATCH option, for example --sbatch=--partition=h200")
@@ -73,13 +78,26 @@ def job_for(recipe: Recipe, args: argparse.Namespace) -> SlurmJob:
     if replicas:
         teacher_world = teacher_nodes * teacher_per_node
         notes.append(f"teacher: {replicas} replica(s) of {teacher_nodes} node(s) x {teacher_per_node} rank(s), {layout.for_world(teacher_world).describe()}")
-        if args.heterogeneous and args.teacher_sbatch == [] and args.sbatch:
-            notes.append("the teachers' component repeats the options of the student's; give --teacher-sbatch for others")
+    if args.gpu:
+        notes.append(_planned(recipe, args.gpu, ranks + replicas * teacher_nodes * teacher_per_node))
+    if replicas and args.heterogeneous and args.sbatch and not args.teacher_sbatch:
+        notes.append("the teachers' component repeats the options of the student's; give --teacher-sbatch for others")
     return SlurmJob(name=recipe.name, recipe=args.recipe, overrides=tuple(args.overrides), output_dir=recipe.output_dir, student_nodes=student_nodes,
                     student_ranks_per_node=student_per_node, replicas=replicas, nodes_per_replica=teacher_nodes, teacher_ranks_per_node=teacher_per_node,
                     build_cache=recipe.teacher.placement == "cached", heterogeneous=args.heterogeneous, gpus_per_node=per_node if recipe.device == "cuda" else 0,
                     student_directives=tuple(args.sbatch), teacher_directives=tuple(args.teacher_sbatch or args.sbatch), time=args.time,
                     max_restarts=args.max_restarts, program=args.program, notes=tuple(notes))
+
+
+def _planned(recipe: Recipe, gpu_name: str, num_gpus: int) -> str:
+    """The planner's figure. Errors: ConfigError where it does not fit, PlanError for what it does not know."""
+    job = job_from_recipe(recipe, gpu(gpu_name), num_gpus)
+    tight = worst(job)
+    peak_gib, room_gib = tight.total / 2**30, tight.headroom / 2**30
+    if not tight.fits:
+        raise ConfigError(rule("--gpu", gpu_name, f"the planner expects {peak_gib:.1f} GiB on one, {-room_gib:.1f} GiB more than there is",
+                               f"Give more GPUs, or see `megatron-kd plan RECIPE --gpus {num_gpus} --gpu {gpu_name} --search`"))
+    return f"memory: {peak_gib:.1f} GiB on the fullest of {num_gpus} GPUs by the planner, {room_gib:.1f} GiB of {gpu_name} left"
 
 
 def _spread(name: str, ranks: int, per_node: int) -> tuple[int, int]:

@@ -3,8 +3,10 @@
 import argparse
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +75,16 @@ def test_a_slurm_script_goes_into_a_new_folder_and_without_slurm_is_not_submitte
     assert (tmp_path / "jobs/new/job.sbatch").read_text().startswith("#!/bin/bash")
     assert main(["launch", "r.yaml", "--slurm", "--submit"]) == 1
     assert "--output" in capsys.readouterr().err
+
+
+def test_a_slurm_script_says_what_the_planner_expects_and_is_not_written_for_what_does_not_fit(capsys, monkeypatch, tmp_path):
+    recipe = str(Path(__file__).parents[2] / "recipes/qwen35_35b_9b_streamed.yaml")
+    monkeypatch.chdir(tmp_path)
+    launch = ["launch", recipe, "--slurm", "--student-gpus", "16", "--gpu"]
+    assert main([*launch, "h100-80"]) == 0
+    assert re.search(r"^# memory: \d+\.\d GiB on the fullest of 20 GPUs by the planner, \d+\.\d GiB of h100-80 left$", capsys.readouterr().out, re.M)
+    assert main([*launch, "a100-40"]) == 1
+    assert "GiB more than there is" in (said := capsys.readouterr()).err and "#SBATCH" not in said.out
 
 
 def test_dispatcher_imports_no_torch():
