@@ -25,7 +25,7 @@ def count_for_checkpoints(chunks: list[torch.nn.Module], *, by_parameter: bool) 
             continue
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             for bucket in buffer.buckets:
-                ends = [end for _, end in bucket.param_to_index.values()]
-                bucket.numel_unpadded = bucket.grad_data.numel() if by_parameter else max(ends)
+                end_of_last = max(end for _, end in bucket.param_to_index.values())
+                bucket.numel_unpadded = bucket.grad_data.numel() if by_parameter else min(bucket.numel_unpadded, end_of_last)
             buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
     return chunks
