@@ -4,7 +4,7 @@ import sys
 
 
 def cleanup() -> None:
-    """Destroy parallel groups, micro-batch calculator, rerun state and Bridge's timers; safe to call twice."""
+    """Destroy parallel groups, micro-batch calculator, rerun state and the log of multi-token prediction; safe to call twice."""
     import megatron.core.num_microbatches_calculator as calculator
     from megatron.core import parallel_state
 
@@ -15,3 +15,7 @@ def cleanup() -> None:
         from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 
         destroy_rerun_state_machine()
+    if "megatron.core.transformer.multi_token_prediction" in sys.modules:
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        MTPLossLoggingHelper.tracker.clear()  # sized by the first model's depths
