@@ -93,7 +93,7 @@ def _add_layout(parser: argparse.ArgumentParser, device: str = "auto") -> None:
 
 
 def _add_scratch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scratch", metavar="DIR", help="a directory on a disk, for a file as large as the weights while this runs (beside the target)")
+    parser.add_argument("--scratch", metavar="DIR", help="on a disk, for a file as large as the weights while this runs (beside the target)")
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -105,6 +105,7 @@ def _info(args: argparse.Namespace) -> int:
     text, head = checkpoint.text_config, find_head(checkpoint)
     facts = {"model_type": text.get("model_type"), "layers": text.get("num_hidden_layers"), "experts": naming.num_experts(text), "hidden_size": head.width,
              "vocabulary_rows": head.num_rows, "head": head.name, "tied": head.tied, "soft_cap": head.soft_cap, "logit_scale": head.logit_scale,
+             "dtype": str(checkpoint.spec(head.name).dtype).removeprefix("torch."),
              "tensors": len(checkpoint.specs), "gib": round(checkpoint.num_bytes / 2**30, 3), "multimodal": naming.is_text_wrapper(checkpoint.config),
              "mtp": any(naming.MTP.match(name) for name in checkpoint.specs), "mxfp4": any(name.endswith("_blocks") for name in checkpoint.specs)}
     print(json.dumps(facts, indent=2) if args.json else "\n".join(f"{key:<16} {value}" for key, value in facts.items()))
@@ -242,8 +243,8 @@ class _progress:
 
     def __init__(self, *titles: str):
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(elapsed_when_finished=True),
-                   TextColumn("{task.fields[name]}", table_column=rest)]
+        columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn(),
+                   TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[name]}", table_column=rest)]
         console = Console(stderr=True)
         self._bar = Progress(*columns, console=console, transient=True, expand=True, disable=_rank() != 0 or not console.is_terminal)
         self._prints_lines = _rank() == 0 and not console.is_terminal

@@ -38,8 +38,8 @@ class Exported:
     """|Megatron - transformers| over random tokens as `_check_parity` takes it; None where the check was switched off or runs on another rank."""
 
 
-def import_hf(source: str | Path, target: str | Path, *, layout: ParallelLayout, dtype: torch.dtype = torch.bfloat16, scratch: str | Path | None = None,
-              progress: Progress | None = None, write_progress: Progress | None = None) -> Path:
+def import_hf(source: str | Path, target: str | Path, *, layout: ParallelLayout, dtype: torch.dtype = torch.bfloat16,
+              scratch: str | Path | None = None, progress: Progress | None = None, write_progress: Progress | None = None) -> Path:
     """Write the Hugging Face model `source` as a Megatron checkpoint in `target`. Collective.
 
     `scratch`: directory for this process's share of the weights on the way (None: beside the target). `progress` counts the bytes converted,
@@ -105,7 +105,7 @@ def export_hf(checkpoint_dir: str | Path, target: str | Path, *, reference: str 
 
 
 def _checked_scratch(target: str | Path, scratch: str | Path | None, num_bytes: int) -> Path:
-    """The scratch directory, made if need be, after a look at the room for `num_bytes` of target, and of scratch on the same disk. Errors: ConvertError."""
+    """The scratch directory, made if need be, after a look at the room for `num_bytes` of target, and of scratch where it shares the disk."""
     parent = Path(target).absolute().parent
     directory = Path(scratch) if scratch else parent
     for each in (parent, directory):

@@ -169,7 +169,8 @@ def _merge_adapter(wrapper: torch.nn.Module) -> None:
         weight.copy_(full)
 
 
-def save_weights(chunks: Sequence[torch.nn.Module], directory: str | Path, *, tokenizer: str | Path | None = None, progress: Progress | None = None) -> None:
+def save_weights(chunks: Sequence[torch.nn.Module], directory: str | Path, *, tokenizer: str | Path | None = None,
+                 progress: Progress | None = None) -> None:
     """Write the weights as a Megatron checkpoint (iter_0000000, no optimizer state) with its run_config.yaml. Collective.
 
     Errors: ConvertError where it cannot be written; Megatron's writer hides why, so a full disk is told from the room that is left.

@@ -1,6 +1,8 @@
 """Hugging Face -> Megatron -> Hugging Face, each side under another layout: tensors equal, logits equal, padding gone."""
 
 import json
+import re
+import subprocess
 
 import pytest
 import torch
@@ -88,3 +90,53 @@ def test_weights_that_do_not_fit_the_reference_are_refused(megatron_ranks, tmp_p
         assert text is None, "another epsilon is a legal config: both sides use it"
     else:
         assert message in text and not (tmp_path / "back").exists()
+
+
+def damaged_import(rank, world, source, target):
+    from megatron_kd.convert.export import import_hf
+
+    try:
+        import_hf(source, target, layout=ParallelLayout.for_world(world, tp=2, sequence_parallel=True))
+    except ConvertError as e:
+        return str(e)
+
+
+@pytest.mark.parametrize(("change", "message"), [({"num_hidden_layers": 6}, r"decoder\.layers\.4.*have no weight"), ({"hidden_size": 32}, "must be|[Ss]hape")])
+def test_weights_that_do_not_fit_their_config_are_refused_and_nothing_is_written(megatron_ranks, tmp_path, change, message):
+    """Bridge alone leaves layers without weights at random."""
+    config = tiny_config(transformers.LlamaConfig().to_dict())
+    source = write_tiny_model(config, tmp_path / "hf")
+    (source / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | change))
+    for text in megatron_ranks.run(damaged_import, 2, timeout_s=120, source=source, target=tmp_path / "megatron"):
+        assert re.search(message, text or "")
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_full_disk_is_named_and_an_import_leaves_nothing(megatron_ranks, tmp_path):
+    """Room that was there when the import began is gone when it writes."""
+    source = write_tiny_model(tiny_config(transformers.LlamaConfig().to_dict(), scale=4), tmp_path / "hf")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"this container may not mount: {mounted.stderr.strip()}")
+    try:
+        refused, (late,) = (megatron_ranks.run(import_to, 1, timeout_s=120, source=source, target=disk / "megatron", scratch=tmp_path / "scratch", looks=looks) for looks in (True, False))
+        assert "disk space" in refused[0] and "the disk is full" in late
+        assert list(disk.iterdir()) == [] and list((tmp_path / "scratch").iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def import_to(rank, world, source, target, scratch, looks):
+    """Without a look at the room where `looks` is false."""
+    from megatron_kd.convert import export
+
+    upstream = export.check_room
+    export.check_room = upstream if looks else lambda *_: None
+    try:
+        export.import_hf(source, target, layout=ParallelLayout(), dtype=torch.float32, scratch=scratch)
+    except ConvertError as e:
+        return str(e)
+    finally:
+        export.check_room = upstream

@@ -33,16 +33,16 @@ from pathlib import Path
 def anonymous():
     return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")).split()[1]) * 1024
 
-def growth(command):
-    before, peak, over = anonymous(), [0], threading.Event()
+def peak_of(command):
+    peak, over = [0], threading.Event()
     def sample():
-        while not over.wait(0.002):
+        while not over.wait(0.003):
             peak[0] = max(peak[0], anonymous())
     thread = threading.Thread(target=sample)
     thread.start()
     assert main(command) == 0
     over.set(), thread.join()
-    return peak[0] - before
+    return peak[0]
 
 if __name__ == "__main__":
     import torch
@@ -51,9 +51,10 @@ if __name__ == "__main__":
     import megatron.bridge.training.model_load_save, transformers
     from megatron_kd.cli.main import main
     source, megatron, back = sys.argv[1:4]
-    imported = growth(["convert", "import", source, megatron])
-    exported = growth(["convert", "export", back, "--checkpoint", megatron, "--reference", source, "--no-check"])
-    print(json.dumps({"import": imported, "export": exported}))
+    before = anonymous()
+    imported = peak_of(["convert", "import", source, megatron])
+    exported = peak_of(["convert", "export", back, "--checkpoint", megatron, "--reference", source, "--no-check"])
+    print(json.dumps({"import": imported - before, "export": exported - before}))
 """
 
 
