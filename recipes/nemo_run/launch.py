@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 
 import nemo_run as run
+from nemo_run.config import set_nemorun_home
 from omegaconf import OmegaConf
 
 
@@ -44,21 +45,22 @@ def local(args: argparse.Namespace) -> None:
 def slurm(args: argparse.Namespace) -> None:
     """The student as one Slurm job and, where the recipe streams, each teacher replica as another; they meet at --student-host."""
     def executor(nodes: int, **parameters) -> run.SlurmExecutor:
-        return run.SlurmExecutor(account=args.account, partition=args.partition, nodes=nodes, ntasks_per_node=args.gpus, gpus_per_node=args.gpus, time=args.time,
-                                 launcher="torchrun", tunnel=run.LocalTunnel(job_dir=args.job_dir), packager=run.Packager(), additional_parameters=parameters,
+        return run.SlurmExecutor(account=args.account, partition=args.partition, nodes=nodes, ntasks_per_node=args.gpus, gpus_per_node=None if args.shrink else args.gpus,
+                                 time=args.time, launcher="torchrun", srun_args=[f"--chdir={Path.cwd()}"],  # the recipe's relative paths are those of this directory
+                                 tunnel=run.LocalTunnel(job_dir=""), packager=run.Packager(), additional_parameters=parameters,
                                  env_vars={"MEGATRON_KD_TOKEN": args.token} if args.token else {})
 
-    overrides, where, replicas = list(args.overrides), {}, args.replicas if args.placement == "streamed" else 0
+    both, student, where, replicas = [], [], {}, args.replicas if args.placement == "streamed" else 0
     if replicas:
         if not (args.student_host and args.token):
             raise SystemExit("a streamed recipe needs --student-host (a node of the student's job) and --token (the shared secret)")
         where = {"nodelist": args.student_host}
-        overrides += [f"stream.rendezvous={args.student_host}:29790", f"stream.replicas={replicas}"]
-    own_address = [r"stream.bind=\${oc.env:SLURMD_NODENAME}"] if replicas else []  # read by each rank on its node, not by the job's shell
+        both = [f"stream.rendezvous={args.student_host}:29790", f"stream.replicas={replicas}"]
+        student = [r"stream.bind=\${oc.env:SLURMD_NODENAME}"]  # read by each rank on its node, not by the job's shell
     with run.Experiment(args.name) as experiment:
-        add_student(experiment, args, overrides + own_address, executor(args.student_nodes, **where))
+        add_student(experiment, args, both + student + args.overrides, executor(args.student_nodes, **where))
         for replica in range(replicas):
-            experiment.add(script(["teach"], args, overrides), executor=executor(args.teacher_nodes), name=f"teacher{replica}")
+            experiment.add(script(["teach"], args, both + args.overrides), executor=executor(args.teacher_nodes), name=f"teacher{replica}")
         experiment.dryrun() if args.dryrun else experiment.run(detach=True)
 
 
@@ -85,7 +87,7 @@ def main() -> None:
     parser.add_argument("--account", default="default")
     parser.add_argument("--partition", default="main")
     parser.add_argument("--time", default="24:00:00")
-    parser.add_argument("--job-dir", default="/tmp/nemo_run_jobs")
+    parser.add_argument("--job-dir", help="where NeMo-Run keeps scripts and logs of its jobs, on a file system that all nodes see (default: NEMORUN_HOME, or ~/.nemo_run)")
     parser.add_argument("--token", help="shared secret of the stream; give the same to both roles")
     parser.add_argument("--shrink", action="store_true", help="run the recipe's small twin on the CPU: as many --gpus as it has processes (it says how many)")
     parser.add_argument("--data", metavar="DIR", help="read this folder of .txt or .jsonl files")
@@ -96,7 +98,9 @@ def main() -> None:
     args.overrides += rest
     args.placement = placement(args.recipe, args.overrides)
     args.overrides += ["--shrink"] * args.shrink + (["--data", str(Path(args.data).resolve())] if args.data else [])
-    args.recipe = str(Path(args.recipe).resolve())  # the job runs in a directory of NeMo-Run's own
+    args.recipe = str(Path(args.recipe).resolve())  # seen from anywhere
+    if args.job_dir:
+        set_nemorun_home(str(Path(args.job_dir).resolve()))
     (local if args.local else slurm)(args)
 
 

@@ -1,29 +1,19 @@
 """recipes/nemo_run/launch.py with NeMo-Run itself: the local executor trains a recipe's small twin, failures reach the caller, Slurm jobs are written."""
 
+import functools
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = Path(sys.prefix) / "nemo_run"
-START = "import runpy, sys; sys.path.append(sys.argv[1]); sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+from tests import nemo_run
+from tests.nemo_run import ROOT
 
 
 @pytest.fixture
 def launch(tmp_path):
-    """launch(*arguments) -> the finished process, started in a directory of its own; jobs find this environment's torchrun and python."""
-    assert (PACKAGES / "nemo_run").is_dir(), f"{PACKAGES} is missing: `make env` installs tools/constraints-nemo-run.txt there"
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NEMORUN_HOME": str(tmp_path / "nemo"), "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
-
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-c", START, str(PACKAGES), str(ROOT / "recipes/nemo_run/launch.py"), *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-
-    return run
+    """launch(*arguments) -> the finished process, started in a directory of its own."""
+    return functools.partial(nemo_run.launch, tmp_path)
 
 
 def commands(done: subprocess.CompletedProcess) -> list[str]:

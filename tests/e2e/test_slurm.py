@@ -1,6 +1,7 @@
 """The job script on a real Slurm of three nodes on this machine: its logic with a stand-in program, then the small twin of a streamed recipe."""
 
 import json
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_kd.cli.main import main
+from megatron_kd.cli.ports import free_port
 from megatron_kd.cli.slurm_script import SlurmJob, slurm_script
 from megatron_kd.convert.shrink import shrink
+from tests.nemo_run import launch
 from tests.slurm_cluster import SlurmCluster, install
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +115,21 @@ def test_a_streamed_recipe_that_is_killed_resumes_and_ends(slurm, tmp_path, monk
     assert sorted(set(history(tmp_path))) == list(range(24))
     said = "".join(path.read_text() for path in logs.glob("student-*.log"))
     assert "resuming after step" in said, said[-2000:]
+
+
+def test_nemo_run_submits_student_and_teacher_as_two_jobs_that_meet(slurm, tmp_path):
+    recipe, output = str(ROOT / "recipes/qwen35_35b_9b_streamed.yaml"), tmp_path / "out/shrink/qwen35_35b_9b_streamed/out"
+    done = launch(tmp_path, recipe, "--slurm", "--shrink", "--gpus", "2", "--student-host", "n1", "--token", secrets.token_hex(16), "--time", "00:10:00", "--job-dir",
+                  str(tmp_path / "jobs"), "train.iters=2", "train.save=false", "stream.bind=127.0.0.1", f"stream.rendezvous=127.0.0.1:{free_port()}",
+                  environment=slurm.environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    slurm.wait("the end of training", lambda: (output / "summary.json").exists(), 150)
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["steps"], summary["placement"], summary["layout"]) == (2, "streamed", "tp=2 dp=1 sp")
+    assert summary["stream_bytes"] == summary["stream_bytes_expected"] > 0
+    slurm.wait("the student's job to end", lambda: len(slurm.command("squeue", "-h").splitlines()) == 1, 30)
+    slurm.command("scancel", "--user", "root")  # teachers serve on
+    slurm.wait("an empty queue", lambda: not slurm.command("squeue", "-h").strip(), 30)
 
 
 def test_the_committed_scripts_are_what_the_command_writes(tmp_path, monkeypatch):
