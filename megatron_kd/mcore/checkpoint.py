@@ -72,8 +72,8 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: str | Path, prog
 
 
 @torch.no_grad()
-def load_hf_weights(bridge, chunks: Sequence[torch.nn.Module], progress: Progress | None = None) -> None:
-    """Copy the weights of an AutoBridge's Hugging Face folder into unwrapped chunks, tensor by tensor. Collective.
+def load_hf_weights(bridge, chunks: Sequence[torch.nn.Module], progress: Progress | None = None) -> Sequence[torch.nn.Module]:
+    """Copy the weights of an AutoBridge's Hugging Face folder into unwrapped chunks, tensor by tensor; a pre-wrap hook, returns `chunks`. Collective.
 
     As Bridge's own loader, which keeps every fused expert tensor that it read until the end (unpacked, where they are MXFP4): here a layer's are
     let go with the layer. Errors: ConvertError names the parameters that the folder has nothing for.
@@ -100,6 +100,7 @@ def load_hf_weights(bridge, chunks: Sequence[torch.nn.Module], progress: Progres
         if progress is not None:
             progress(done, sum(num_bytes), f"{i + 1} of {len(tasks)}: {task.global_param_name}")
     inner._broadcast_shared_embeddings(list(chunks))
+    return chunks
 
 
 def _check_all_found(chunks: Sequence[torch.nn.Module], tasks: list) -> None:
