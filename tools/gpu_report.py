@@ -108,7 +108,8 @@ def main() -> None:
     smokes = {n: r for n, r in results.items() if n.startswith("smoke_")}
     streams = {n: {k: r[k] for k in ("step_s", "peak_bytes", "metrics", "losses", "command", "date")} for n, r in results.items()
                if "streamed" in n and r.get("step_s") and not n.startswith(("quality", "smoke"))}
-    update(out / "two_gpus.json", environment, small_models=smokes, streamed=streams, placements=[placement(n, r, results) for n, r in results.items() if n.startswith("qwen35_")
+    references = {n.removeprefix("cpu_"): {k: r[k] for k in ("losses", "command", "date")} for n, r in results.items() if n.startswith("cpu_")}
+    update(out / "two_gpus.json", environment, small_models=smokes, small_models_cpu=references, streamed=streams, placements=[placement(n, r, results) for n, r in results.items() if n.startswith("qwen35_")
            and not n.endswith(".teacher")],
            loss_tp2=lines(folder / "tp2_bench.log", ("TFLOP/s", "efficiency")), selfcheck_tp2=lines(folder / "tp2_bench.log", ("checks on",)),
            kernel_tests=lines(folder / "t_kernels.log", ("passed", "failed")), stream_tests=lines(folder / "t_stream.log", ("GB/s", "TFLOP/s", "passed", "failed")))

@@ -253,7 +253,7 @@ def main() -> None:
     rank, world = rank_and_world()
     start_runtime(recipe)
     gates = [pass_gate(path, rank) for path in args.gate]
-    if args.limit_s:
+    if args.limit_s and rank == 0 and not args.teach:  # other ranks wait for rank 0, and a teacher for its student, without knowing
         limit = threading.Timer(args.limit_s, os._exit, [3])
         limit.daemon = True
         limit.start()
@@ -313,15 +313,15 @@ def teach(recipe, world: int, target: str | None) -> None:
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     if target and torch.cuda.is_available():
-        threading.Thread(target=write_peak, args=(Path(target), recipe.name), daemon=True).start()
+        threading.Thread(target=write_peak, args=(Path(target), recipe.name, torch.cuda.current_device()), daemon=True).start()
     command.teach(recipe, name="teacher", world=world, stop=lambda: bool(stopped), say=print)
 
 
-def write_peak(path: Path, name: str) -> None:
+def write_peak(path: Path, name: str, device: int) -> None:
     """Forever."""
     while True:
         time.sleep(2.0)
-        path.write_text(json.dumps({"name": name, "role": "teacher", "peak_bytes": [0, torch.cuda.max_memory_allocated()]}) + "\n")
+        path.write_text(json.dumps({"name": name, "role": "teacher", "peak_bytes": [0, torch.cuda.max_memory_allocated(device)]}) + "\n")
 
 
 def train(recipe, args, rank: int, world: int) -> None:
