@@ -274,6 +274,7 @@ class Asker:
             self._peers[rank] = session
             if self.agreement is not None:
                 session.send({"t": "agree", "agreement": self.agreement.as_dict()})
+            self._tell_members()
         try:
             while True:
                 message = channel.receive(timeout_s=3600.0)

@@ -217,11 +217,13 @@ class Receiver:
     # ---- what the asker, or the link to it, calls under the lock
 
     def replicas_are(self, num_replicas: int) -> None:
-        """So many replicas are connected."""
-        if num_replicas != self._num_replicas:
-            self._num_replicas = num_replicas
-            self._alone_since_s = time.monotonic() if num_replicas == 0 else None
-            self.lock.notify_all()
+        """So many replicas are connected. None at all counts as a loss once there has been one: before, they are still awaited."""
+        self._num_replicas = num_replicas
+        if num_replicas > 0:
+            self._alone_since_s = None
+        elif self._alone_since_s is None and self.agreement is not None:
+            self._alone_since_s = time.monotonic()
+        self.lock.notify_all()
 
     def agree(self, agreement: Agreement) -> None:
         """What the replica's first teacher and the student agreed on."""

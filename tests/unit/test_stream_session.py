@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from megatron_kd.errors import FingerprintMismatch, RowsMismatch, TeacherError, 
 from megatron_kd.stream import sizes
 from megatron_kd.stream.loopback import Fabric, LoopbackInbox
 from megatron_kd.stream.receiver import Receiver
+from megatron_kd.stream.rendezvous import Hub
 from megatron_kd.stream.route import Side
 from megatron_kd.stream.writer import Writer
-from tests.stream_peers import AGREED, HIDDEN, Stage, block, check_rows, rows_of, student_spec
+from tests.stream_peers import AGREED, HIDDEN, TOKEN, Stage, ThreadTeacher, block, check_rows, rows_of, student_spec
 
 
 def consume(receiver, blocks, ahead=3):
@@ -354,6 +356,26 @@ def test_without_any_replica_ce_only_gives_up_at_once_on_every_rank_and_a_replic
             assert all(step(i) for i in range(24, 58))
         assert min(served) >= 24 and {r.counters.degraded_blocks for r in stage.ranks} == {20 - len(taken)}
         first.close()
+
+
+def test_a_rank_that_connects_after_the_replica_hears_of_its_loss_as_well():
+    fabric, hub = Fabric(), Hub(("127.0.0.1", 0), TOKEN, "run-1")
+    spec = student_spec(hub.address, side=Side(tp=2), on_loss="ce_only", deadline_s=20.0, heartbeat_s=5.0)
+    with Receiver(spec, LoopbackInbox(fabric)) as first, ThreadTeacher(hub.address, fabric) as teacher:
+        first.wait_for_teachers(1)
+        with Receiver(replace(spec, rank=1), LoopbackInbox(fabric)) as second:
+            deadline = time.monotonic() + 5
+            while second.agreement is None and time.monotonic() < deadline:
+                time.sleep(0.001)
+            teacher.publisher.close()
+            began = time.monotonic()
+            for receiver in (first, second):
+                receiver.post(block(0))
+            for receiver in (first, second):
+                with pytest.raises(TeacherLost, match="is connected|does not ask"):
+                    receiver.take(block(0))
+            assert time.monotonic() - began < 3.0
+    hub.close()
 
 
 def test_blocks_that_were_given_up_free_their_slots():
