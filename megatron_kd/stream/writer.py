@@ -7,16 +7,20 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from megatron_kd.errors import TeacherStalled
 from megatron_kd.stream.sizes import NUM_STAGED
-
 
 CLOSE_S = 5.0
 
 
 class Writer:
-    """Runs jobs one after the other. `reserve` and `put` belong to one thread and raise what an earlier job raised; so does leaving `with`."""
+    """Runs jobs one after the other. `reserve` and `put` belong to one thread and raise what an earlier job raised; so does leaving `with`.
 
-    def __init__(self):
+    `deadline_s`: longest wait for a job; every job has shorter ones of its own (a write, a report), so this one ends a replica whose GPU hangs.
+    """
+
+    def __init__(self, deadline_s: float = 600.0):
+        self._deadline_s = deadline_s
         self._changed = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()
         """Queued, the running one included."""
@@ -26,10 +30,8 @@ class Writer:
         self._thread.start()
 
     def reserve(self) -> None:
-        """Wait until fewer than NUM_STAGED jobs are under way."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._jobs) < NUM_STAGED or self._error)
-            self._raise()
+        """Wait until fewer than NUM_STAGED jobs are under way. Errors: TeacherStalled."""
+        self._wait(NUM_STAGED - 1)
 
     def put(self, job: Callable[[], None]) -> None:
         """Queue a job."""
@@ -39,10 +41,8 @@ class Writer:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait for all jobs."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._jobs or self._error)
-            self._raise()
+        """Wait for all jobs. Errors: TeacherStalled."""
+        self._wait(0)
 
     def close(self) -> None:
         """End the thread after the running job, waiting a little for that; harmless twice."""
@@ -60,6 +60,14 @@ class Writer:
                 self.drain()
         finally:
             self.close()
+
+    def _wait(self, most_jobs: int) -> None:
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: len(self._jobs) <= most_jobs or self._error, self._deadline_s)
+            self._raise()
+        if not in_time:
+            raise TeacherStalled(f"rows of an answer have been on their way for {self._deadline_s:.0f} s: this rank's GPU or its transport does not move; "
+                                 "end this replica, the student asks another one")
 
     def _raise(self) -> None:
         if self._error is not None:

@@ -425,3 +425,18 @@ def test_two_student_replicas_share_two_teachers_found_at_one_rendezvous():
         assert served["A"] | served["B"] == set(range(30)) | set(range(100, 130)) and not served["A"] & served["B"]
         assert all({step // 100 for step in steps} == {0, 1} for steps in served.values()), "each teacher serves both"
         other.close()
+
+
+def test_a_write_that_never_ends_is_waited_for_until_a_deadline():
+    hold = threading.Event()
+    writer = Writer(deadline_s=0.3)
+    try:
+        for _ in range(2):
+            writer.put(lambda: hold.wait(20))
+        began = time.monotonic()
+        with pytest.raises(TeacherStalled, match="on their way"):
+            writer.reserve()
+        assert 0.2 < time.monotonic() - began < 5
+    finally:
+        hold.set()
+        writer.close()
