@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--checkpoint", help="or: Megatron checkpoint directory")
     export.add_argument("--reference", help="with --checkpoint: Hugging Face directory with the student's config and tokenizer")
     export.add_argument("--no-check", action="store_true", help="do not compare logits with transformers")
+    export.add_argument("--max-logit-error", type=float, metavar="X", help="largest difference from transformers' logits (default: see docs/convert.md)")
     export.add_argument("--overwrite", action="store_true", help="replace an existing target")
     export.add_argument("overrides", nargs="*", help="key=value for the recipe")
     _add_layout(export, device="cpu")
@@ -167,7 +168,7 @@ def _export(args: argparse.Namespace) -> int:
     layout, dtype = _join_world(args)
     with _progress("read", "export") as (read, written):
         done = export_hf(checkpoint, args.target, reference=reference, layout=layout, dtype=dtype, check=not args.no_check, overwrite=args.overwrite,
-                         scratch=args.scratch, progress=written, read_progress=read)
+                         max_logit_error=args.max_logit_error, scratch=args.scratch, progress=written, read_progress=read)
     checked = "" if done.max_logit_error is None else f", logits equal transformers' within {done.max_logit_error:.2e}"
     _say(f"{done.num_tensors} tensors, {done.num_bytes / 2**30:.3f} GiB -> {args.target}{checked}")
     return 0

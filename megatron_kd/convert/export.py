@@ -206,7 +206,8 @@ def _check_parity(directory: Path, tokens_bs: torch.Tensor, ours_bsV: torch.Tens
         limit = 1e-4 if dtype == torch.float32 else float(theirs_bsV.abs().max()) * 4 * torch.finfo(dtype).eps
     if not error <= limit:
         raise ConvertError(rule("largest logit difference", error, f"Megatron and transformers must agree within {limit:.3g} on the exported weights",
-                                "Nothing was written; check that the reference config is the student's, or pass --no-check to look at the weights"))
+                                "Nothing was written. Check that the reference config is the student's; --dtype fp32 (in a recipe student.precision=fp32) compares "
+                                "without bf16's roundings, --max-logit-error X allows more, --no-check leaves the comparison out"))
     return error
 
 

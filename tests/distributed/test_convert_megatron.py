@@ -92,6 +92,24 @@ def test_weights_that_do_not_fit_the_reference_are_refused(megatron_ranks, tmp_p
         assert message in text and not (tmp_path / "back").exists()
 
 
+def strict_export(rank, world, source, megatron, target):
+    from megatron.core import parallel_state
+    from megatron_kd.convert.export import export_hf, import_hf
+
+    import_hf(source, megatron, layout=ParallelLayout(), dtype=torch.float32)
+    parallel_state.destroy_model_parallel()
+    try:
+        export_hf(megatron, target, reference=source, layout=ParallelLayout(), dtype=torch.float32, max_logit_error=0.0)
+    except ConvertError as e:
+        return str(e)
+
+
+def test_logits_further_off_than_allowed_are_refused_and_nothing_is_written(megatron_ranks, tmp_path):
+    source = write_tiny_model(tiny_config(transformers.GptOssConfig().to_dict()), tmp_path / "hf")
+    (text,) = megatron_ranks.run(strict_export, 1, timeout_s=120, source=source, megatron=tmp_path / "m", target=tmp_path / "back")
+    assert "must agree within 0" in text and "--max-logit-error" in text and not (tmp_path / "back").exists()
+
+
 def damaged_import(rank, world, source, target):
     from megatron_kd.convert.export import import_hf
 
