@@ -111,7 +111,16 @@ class SlurmCluster:
         """Wait for the job's `restarts`-th requeue and take away the delay that Slurm puts before a requeued job."""
         self.wait(f"requeue {restarts}", lambda: int(self.job(number)["Restarts"]) >= restarts and self.job(number)["JobState"] in ("PENDING", "RUNNING"), timeout_s=60)
         time.sleep(2.1)  # Slurm revokes the credentials of the second in which the job was requeued
-        subprocess.run(["scontrol", "update", f"JobId={number}", "StartTime=now"], env=self.environment, capture_output=True)
+        self.wait(f"job {number} to start again", lambda: self._is_started(number), timeout_s=60)
+
+    def _is_started(self, number: str) -> bool:
+        """Parts of a heterogeneous job are requeued one after the other, each with a delay of its own: it is taken away until the job runs."""
+        if self.job(number)["JobState"] != "PENDING":
+            return True
+        for part in (number, f"{number}+1"):
+            subprocess.run(["scontrol", "update", f"JobId={part}", "StartTime=now"], env=self.environment, capture_output=True)
+        time.sleep(1)
+        return False
 
     def wait(self, what: str, condition, timeout_s: float):
         """The first true value of `condition()`. Errors: AssertionError with the daemons' last lines."""
