@@ -1,5 +1,9 @@
 """Fixtures shared by all tests: rank pools (see tests/harness.py) and the rules for skipping."""
 
+import contextlib
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -20,6 +24,24 @@ def megatron_ranks():
     pool = RankPool("megatron")
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def small_disk():
+    """`with small_disk(directory, "2m"):` a file system of that size in `directory`; skipped, with the reason, where mounting is not allowed."""
+
+    @contextlib.contextmanager
+    def mount(directory: Path, size: str):
+        directory.mkdir(exist_ok=True)
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)], capture_output=True, text=True)
+        if mounted.returncode:
+            pytest.skip(f"this user or container may not mount: {mounted.stderr.strip()}")
+        try:
+            yield directory
+        finally:
+            subprocess.run(["umount", str(directory)], check=True)
+
+    return mount
 
 
 def pytest_collection_modifyitems(items):

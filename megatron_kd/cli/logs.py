@@ -37,13 +37,6 @@ def to_file(path: Path | None) -> Iterator[TextIO]:
         terminal.close()
 
 
-def last_lines(path: Path, count: int = 15) -> str:
-    """The end of a log, for the terminal after a failure."""
-    with contextlib.suppress(OSError):
-        return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
-    return ""
-
-
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 
 import pytest
 import torch
@@ -130,20 +129,13 @@ def test_weights_that_do_not_fit_their_config_are_refused_and_nothing_is_written
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_full_disk_is_named_and_an_import_leaves_nothing(megatron_ranks, tmp_path):
+def test_a_full_disk_is_named_and_an_import_leaves_nothing(megatron_ranks, tmp_path, small_disk):
     """Room that was there when the import began is gone when it writes."""
     source = write_tiny_model(tiny_config(transformers.LlamaConfig().to_dict(), scale=4), tmp_path / "hf")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"this container may not mount: {mounted.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "disk", "2m") as disk:
         refused, (late,) = (megatron_ranks.run(import_to, 1, timeout_s=120, source=source, target=disk / "megatron", scratch=tmp_path / "scratch", looks=looks) for looks in (True, False))
         assert "disk space" in refused[0] and "the disk is full" in late
         assert list(disk.iterdir()) == [] and list((tmp_path / "scratch").iterdir()) == []
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def import_to(rank, world, source, target, scratch, looks):
