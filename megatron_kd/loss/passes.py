@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_kd.kernels.torch_twin import accumulate_dtype
 from megatron_kd.loss.reduce import PlainRows, Rows, SequenceParallelRows, group_size
 from megatron_kd.loss.signals import TopKTeacher
 from megatron_kd.loss.sizes import CPU_BLOCK_COLUMNS
@@ -41,12 +40,7 @@ def run_windows(problem: Problem, student_NH: torch.Tensor, wanted: Wanted) -> O
     two-pass divergences, and the sum of dX; under sequence parallelism one all-gather of rows besides.
     """
     plan, head = problem.plan, problem.head_VH
-    acc = accumulate_dtype(head.dtype)
-    sparse = isinstance(problem.teacher, TopKTeacher)
-    outcome = Outcome(kd_N=head.new_zeros(plan.num_rows, dtype=acc), ce_N=head.new_zeros(plan.num_rows, dtype=acc),
-                      student_kept_N=head.new_zeros(plan.num_rows, dtype=acc) if sparse else None)
-    row_tensors = RowTensors(plan)
-    step = (SparseStep if sparse else PairStep)(problem, row_tensors, outcome)
+    step = (SparseStep if isinstance(problem.teacher, TopKTeacher) else PairStep)(problem, RowTensors(plan))
     rows = _row_source(problem, student_NH, wanted)
     behind = _Behind(problem, wanted, rows)
     group_windows = min(problem.group_windows, max(plan.num_windows, 1)) if wanted.any else 1
@@ -69,6 +63,7 @@ def run_windows(problem: Problem, student_NH: torch.Tensor, wanted: Wanted) -> O
     behind.run()
     rows.finish()
     behind.finish()
+    outcome = step.outcome()
     outcome.dx = rows.dx
     return outcome
 

@@ -23,8 +23,8 @@ CPU_LOGITS = 1 << 22
 """Logits of one window on the CPU: what still fits caches."""
 KEPT_BYTES = 80
 """Temporaries of the top-K step per kept entry of a window."""
-ROW_BYTES = 20
-"""Kept per row: loss, KD, CE, weight, label."""
+ROW_BYTES = 20 + FLOAT_BYTES * NUM_JOINED
+"""Kept per row: loss, KD, CE, weight, label, joined statistics (top-K: one more)."""
 
 
 def default_windows(num_columns: int, device_type: str, *, teacher_logits: bool = True, tp: int = 1, train: bool = True) -> tuple[int, int]:
@@ -140,7 +140,7 @@ def _statistics(shape: LossShape, rows: int) -> int:
     columns = NUM_STATS if shape.signal in ("hidden", "logits") else 3 + shape.top_k
     gathered = columns * (1 + shape.tp if shape.tp > 1 else 1)
     second_pass = 2 if shape.signal in ("hidden", "logits") and shape.divergence not in ONE_PASS else 0
-    return rows * FLOAT_BYTES * (gathered + NUM_JOINED + second_pass)
+    return rows * FLOAT_BYTES * (gathered + second_pass)
 
 
 def _twin_bytes(shape: LossShape, rows: int, group_windows: int) -> int:

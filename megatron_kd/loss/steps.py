@@ -1,8 +1,8 @@
 """What happens to one window between its projection and its gradient, for each kind of teacher. No autograd.
 
 Called by the window loop (loss/passes.py). A step has `begin` (statistics of this shard, their all-gather on its way) and `finish`
-(join, loss rows, gradient over the logits), so that the loop can work on another window while the gather runs. Letters: N rows,
-R rows of a window, V columns of the shard, H widths, K kept tokens.
+(join, gradient over the logits), so that the loop can work on another window while the gather runs; `outcome` makes the loss rows
+of all windows. Letters: N rows, R rows of a window, V columns of the shard, H widths, K kept tokens.
 """
 
 from dataclasses import dataclass
@@ -50,6 +50,7 @@ class Outcome:
     """Per-row results in the given row order; dx of the student rows that were passed in."""
 
     kd_N: torch.Tensor
+    """With its temperature factor."""
     ce_N: torch.Tensor
     dx: torch.Tensor | None = None
     student_kept_N: torch.Tensor | None = None
@@ -57,7 +58,7 @@ class Outcome:
 
 
 class RowTensors:
-    """Per-row tensors cut into windows: views where a window is one piece, copies where it is several."""
+    """Per-row tensors in the order of the windows: views where a window is one piece, copies where it is several."""
 
     def __init__(self, plan: WindowPlan):
         self._plan = plan
@@ -69,22 +70,23 @@ class RowTensors:
         pieces = [tensor[a:b] for a, b in self._plan.pieces(window)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def put(self, tensor: torch.Tensor, window: int, values_R: torch.Tensor) -> None:
-        """Writes a window's values to their rows."""
-        start = 0
-        for a, b in self._plan.pieces(window):
-            tensor[a:b] = values_R[start:start + b - a]
-            start += b - a
+    def in_given_order(self, values_N: torch.Tensor) -> torch.Tensor:
+        """[N, ...] in window order, brought back to the given row order: itself, or one copy under sequence parallelism."""
+        if self._plan.rows_per_rank is None or not self._plan.num_windows:
+            return values_N
+        pieces = [piece for window in range(self._plan.num_windows) for piece in self._plan.pieces(window)]
+        parts = values_N.split([b - a for a, b in pieces])
+        return torch.cat([part for _, part in sorted(zip(pieces, parts, strict=True), key=lambda item: item[0])])
 
 
 class PairStep:
     """One window against a teacher that has a value in every column."""
 
-    def __init__(self, problem: Problem, rows: RowTensors, outcome: Outcome):
-        self._p, self._rows, self._outcome = problem, rows, outcome
+    def __init__(self, problem: Problem, rows: RowTensors):
+        self._p, self._rows = problem, rows
         head, acc, max_rows = problem.head_VH, accumulate_dtype(problem.head_VH.dtype), problem.plan.max_rows
         self._gather = StatsGather(problem.group, max_rows, NUM_STATS, head, acc)
-        self._joined = torch.empty(max_rows, NUM_JOINED, dtype=acc, device=head.device)
+        self._joined_NJ = torch.empty(problem.plan.num_rows, NUM_JOINED, dtype=acc, device=head.device)
         self._two_pass = problem.spec.divergence not in ONE_PASS
         self._values = torch.empty(max_rows if self._two_pass else 0, 2, dtype=acc, device=head.device)
         if isinstance(problem.teacher, HiddenTeacher):
@@ -107,29 +109,36 @@ class PairStep:
         self._gather.start()
 
     def finish(self, window: int, u_RV: torch.Tensor, want_grad: bool) -> None:
-        """Loss rows; the gradient over u_RV where wanted."""
-        p, kernels, joined = self._p, self._p.kernels, self._joined[:u_RV.shape[0]]
+        """Joined statistics; the gradient over u_RV where wanted."""
+        p, kernels, joined = self._p, self._p.kernels, self._joined_NJ[slice(*self._p.plan.bounds(window))]
         kernels.join_stats(self._gather.result(), self._labels, p.spec, joined)
         if self._two_pass:
             values = self._values[:u_RV.shape[0]]
             kernels.row_values(u_RV, self._t_RV, joined, p.spec, values)
             joined[:, KD:SLOPE + 1] = sum_over_shards(values, p.group)
-        bad = ~torch.isfinite(joined[:, LSE_T])
-        weights = finish_rows(p, self._rows, self._outcome, window, joined[:, KD], joined[:, CE], bad)
         if want_grad:
+            weights = self._rows.take(p.weights_N, window)
+            if p.drop_rows:
+                weights = torch.where(torch.isfinite(joined[:, LSE_T]), weights, 0.0)
             kernels.row_grad(u_RV, self._t_RV, joined, weights, self._labels, p.spec)
+
+    def outcome(self) -> Outcome:
+        """Of all rows, once: a window's few small kernels would be felt beside its products."""
+        joined = self._rows.in_given_order(self._joined_NJ)
+        return outcome_of(self._p, joined[:, KD], joined[:, CE], ~torch.isfinite(joined[:, LSE_T]))
 
 
 class SparseStep:
     """One window against a top-K teacher, or against labels alone (K = 0)."""
 
-    def __init__(self, problem: Problem, rows: RowTensors, outcome: Outcome):
-        self._p, self._rows, self._outcome, self._kernels = problem, rows, outcome, top_k_kernels_for(problem.kernels)
+    def __init__(self, problem: Problem, rows: RowTensors):
+        self._p, self._rows, self._kernels = problem, rows, top_k_kernels_for(problem.kernels)
         head, max_rows, num_kept = problem.head_VH, problem.plan.max_rows, problem.teacher.ids_NK.shape[1]
         acc = accumulate_dtype(head.dtype)
         self._gather = StatsGather(problem.group, max_rows, topk_twin.NUM_SCALARS + num_kept, head, acc)
         self._tail = torch.empty(max_rows, 2, dtype=acc, device=head.device)
-        self._joined = torch.empty(max_rows, topk_twin.NUM_JOINED, dtype=acc, device=head.device)
+        self._joined_NJ = torch.empty(problem.plan.num_rows, topk_twin.NUM_JOINED, dtype=acc, device=head.device)
+        self._bad_N = torch.empty(problem.plan.num_rows, dtype=torch.bool, device=head.device)
         self._grad = torch.empty(max_rows, num_kept, dtype=acc, device=head.device)
 
     def begin(self, window: int, u_RV: torch.Tensor) -> None:
@@ -143,27 +152,32 @@ class SparseStep:
         self._gather.start()
 
     def finish(self, window: int, u_RV: torch.Tensor, want_grad: bool) -> None:
-        """Loss rows; the gradient over u_RV where wanted."""
-        p, joined, grad_RK = self._p, self._joined[:u_RV.shape[0]], self._grad[:u_RV.shape[0]]
-        log_p, tail = self._rows.take(p.teacher.log_probs_NK, window), self._rows.take(p.teacher.tail_N, window)
+        """Joined statistics; the gradient over u_RV where wanted."""
+        p, here, grad_RK = self._p, slice(*self._p.plan.bounds(window)), self._grad[:u_RV.shape[0]]
+        joined, log_p, tail = self._joined_NJ[here], self._rows.take(p.teacher.log_probs_NK, window), self._rows.take(p.teacher.tail_N, window)
         self._kernels.top_k_join(self._gather.result(), log_p, tail, self._labels, p.objective.top_k_mode, p.spec, joined, grad_RK)
-        bad = (torch.isnan(log_p) | (log_p == float("inf"))).any(1) | ~torch.isfinite(tail)
-        weights = finish_rows(p, self._rows, self._outcome, window, joined[:, topk_twin.KD], joined[:, topk_twin.CE], bad)
-        self._rows.put(self._outcome.student_kept_N, window, joined[:, topk_twin.KEPT])
+        bad = torch.logical_or((torch.isnan(log_p) | (log_p == float("inf"))).any(1), ~torch.isfinite(tail), out=self._bad_N[here])
         if want_grad:
+            weights = self._rows.take(p.weights_N, window)
+            if p.drop_rows:
+                weights = torch.where(bad, 0.0, weights)
             self._kernels.top_k_grad(u_RV, joined, grad_RK, self._ids, self._labels, weights, p.shard_start, p.spec)
 
+    def outcome(self) -> Outcome:
+        """Of all rows."""
+        joined, bad = (self._rows.in_given_order(values_N) for values_N in (self._joined_NJ, self._bad_N))
+        outcome = outcome_of(self._p, joined[:, topk_twin.KD], joined[:, topk_twin.CE], bad)
+        outcome.student_kept_N = joined[:, topk_twin.KEPT].clone()
+        return outcome
 
-def finish_rows(problem: Problem, rows: RowTensors, outcome: Outcome, window: int, kd_R: torch.Tensor, ce_R: torch.Tensor, bad_R: torch.Tensor) -> torch.Tensor:
-    """Writes a window's KD (with its temperature factor) and CE, counts bad teacher rows; returns the weights for the gradient."""
-    weights = rows.take(problem.weights_N, window)
-    problem.flags.add(NONFINITE_ROWS, bad_R.sum())
-    kd = kd_R * problem.objective.kd_scale
+
+def outcome_of(problem: Problem, kd_N: torch.Tensor, ce_N: torch.Tensor, bad_N: torch.Tensor) -> Outcome:
+    """KD with its temperature factor, CE; counts bad teacher rows, which lose both where they are dropped."""
+    problem.flags.add(NONFINITE_ROWS, bad_N.sum())
+    kd_N, ce_N = kd_N * problem.objective.kd_scale, ce_N.clone()
     if problem.drop_rows:
-        kd, ce_R, weights = (torch.where(bad_R, 0.0, values) for values in (kd, ce_R, weights))
-    rows.put(outcome.kd_N, window, kd)
-    rows.put(outcome.ce_N, window, ce_R)
-    return weights
+        kd_N, ce_N = (torch.where(bad_N, 0.0, values_N) for values_N in (kd_N, ce_N))
+    return Outcome(kd_N=kd_N, ce_N=ce_N)
 
 
 def project(x_RH: torch.Tensor, head_VH: torch.Tensor, bias_V: torch.Tensor | None, out_RV: torch.Tensor) -> torch.Tensor:
