@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import os
+import subprocess
 import threading
 import time
 import zlib
@@ -25,6 +26,8 @@ from pathlib import Path
 import torch
 
 SEED = 7
+NEARLY_EMPTY_MIB = 6000
+"""Contexts of processes that wait for their gate."""
 
 
 def random_teacher() -> None:
@@ -253,6 +256,8 @@ def main() -> None:
     rank, world = rank_and_world()
     start_runtime(recipe)
     gates = [pass_gate(path, rank) for path in args.gate]
+    if gates and rank == 0:
+        wait_for_memory()
     if args.limit_s and rank == 0 and not args.teach:  # other ranks wait for rank 0, and a teacher for its student, without knowing
         limit = threading.Timer(args.limit_s, os._exit, [3])
         limit.daemon = True
@@ -289,6 +294,15 @@ def pass_gate(path: str, rank: int):
     if rank == 0:
         fcntl.flock(file, fcntl.LOCK_EX)
     return file
+
+
+def wait_for_memory(deadline_s: float = 60.0) -> None:
+    """Until the visible devices are nearly empty, or the deadline: the run before gives its gate back first and its memory when its last process is gone."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", *(["-i", visible] if visible else [])]
+    until = time.monotonic() + deadline_s
+    while max(map(int, subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())) > NEARLY_EMPTY_MIB and time.monotonic() < until:
+        time.sleep(0.5)
 
 
 def import_megatron() -> None:

@@ -185,6 +185,16 @@ def has_experts(source: str | os.PathLike | object) -> bool:
     return any((getattr(text, name, None) or 0) > 1 for name in ("num_local_experts", "num_experts", "n_routed_experts"))
 
 
+def multiply_experts_in_one_launch() -> None:
+    """For a process that only runs a teacher on GPUs, before its first forward; an environment that names the variable decides itself.
+
+    Transformer Engine launches one product an expert. At a few hundred tokens each, the host's launches take longer than the products; its
+    CUTLASS kernel for Hopper takes all experts of a layer in one launch (bf16 or fp16, no bias, widths that divide by 128; elsewhere it does
+    as before). Measured: docs/benchmarks.md.
+    """
+    os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
+
+
 def teacher_provider(source: str | os.PathLike | object, *, layout: ParallelLayout, dtype: torch.dtype = torch.bfloat16, seq_length: int | None = None,
                      load_weights: bool = True, overrides: Mapping[str, object] | None = None):
     """`provider_for` with what a frozen forward-only model needs: no MTP, no dropout, no recompute, no VPP. A model without experts ignores ep."""
