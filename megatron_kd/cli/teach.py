@@ -67,7 +67,7 @@ def teach(recipe: Recipe, *, name: str, world: int, stop, say) -> None:
     from megatron_kd.stream.nixl import NixlOutbox
     from megatron_kd.stream.spec import TeacherSpec
     from megatron_kd.teacher.identity import identify
-    from megatron_kd.teacher.serve import serve, warm_up
+    from megatron_kd.teacher.serve import serve
 
     megatron_models.multiply_experts_in_one_launch()
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.teacher.precision]
@@ -83,8 +83,7 @@ def teach(recipe: Recipe, *, name: str, world: int, stop, say) -> None:
     spec = TeacherSpec(rendezvous=parse_address(recipe.stream.rendezvous), token=load_token(recipe.stream.token_file), name=name,
                        agreement=identity.agreement(recipe.stream.rows), head_digest=identity.head_digest, context_length=identity.context_length)
     lm = megatron_models.language_model(chunk)
-    warm_up(lm, sequence_length=recipe.data.seq_length)
     try:
-        serve(lm, spec, NixlOutbox, stop=stop, say=say if int(os.environ["RANK"]) == 0 else lambda _: None)
+        serve(lm, spec, NixlOutbox, stop=stop, say=say if int(os.environ["RANK"]) == 0 else lambda _: None, warm_up_length=recipe.data.seq_length)
     finally:
         dist.destroy_process_group()

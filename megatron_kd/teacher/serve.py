@@ -39,11 +39,15 @@ def side_of(lm: torch.nn.Module) -> tuple[Side, int]:
 
 
 def serve(lm: torch.nn.Module, spec: TeacherSpec, make_outbox: Callable[[], Outbox], *, stop: Callable[[], bool], deadline_s: float = 600.0,
-          say: Callable[[str], None] = print) -> None:
-    """Serve until `stop()` is true on rank 0 and what is owed is answered. Every rank of the world calls it.
+          say: Callable[[str], None] = print, warm_up_length: int | None = None) -> None:
+    """Serve until `stop()` is true on rank 0 and what is owed is answered. Every rank of the world calls it. The model loses its output layer.
 
-    `deadline_s`: longest that one rank waits for the others. Errors: what a student refused this replica for; what the forward raised.
+    `deadline_s`: longest that one rank waits for the others. `warm_up_length`: tokens of one forward before the first student waits for it.
+    Errors: what a student refused this replica for; what the forward raised.
     """
+    drop_output_layer(lm)
+    if warm_up_length is not None:
+        warm_up(lm, sequence_length=warm_up_length)
     Server(lm, spec.agreement, make_outbox, deadline_s=deadline_s).run(spec, stop=stop, say=say)
 
 
@@ -60,12 +64,6 @@ class Server:
         self._publisher: Publisher | None = None
         self._writer = Writer()
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._drop_output_layer()
-
-    def _drop_output_layer(self) -> None:
-        """The student's loss owns the head: where it is a matrix of its own, this side needs no copy."""
-        if self._lm.post_process and not self._lm.share_embeddings_and_output_weights:
-            self._lm.output_layer.weight = None
 
     def run(self, spec: TeacherSpec, *, stop: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Rank 0 leads, the others follow."""
@@ -172,6 +170,12 @@ class Server:
         message = unpack_message(data.numpy().tobytes(), "rank 0")
         count = message["num_requests"]
         return [Request.decode(unpack_message(part, "rank 0")) for part in message["blobs"][:count]], message["blobs"][count:]
+
+
+def drop_output_layer(lm: torch.nn.Module) -> None:
+    """The student's loss owns the head: where it is a matrix of its own, this side needs no copy, not even for the warm-up."""
+    if lm.post_process and not lm.share_embeddings_and_output_weights:
+        lm.output_layer.weight = None
 
 
 def warm_up(lm: torch.nn.Module, *, sequence_length: int) -> None:
