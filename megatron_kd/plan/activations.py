@@ -258,12 +258,23 @@ def layer_backward_extra(model: ModelShape, layer: int, spec: ActivationSpec, to
 
 
 def layer_forward_peak(model: ModelShape, layer: int, spec: ActivationSpec) -> float:
-    """Bytes per token alive at once while decoder layer `layer` runs without gradient (a teacher)."""
+    """Bytes per token alive at once while decoder layer `layer` runs without gradient (a teacher), without `routing_maps`.
+
+    Python holds a tensor as long as a frame on the stack names it. Beside the embedding's output and the layer's input that is:
+    delta net (ssm/gated_delta_net/gdn.py, FLA's chunk_gated_delta_rule_fwd), when its output is made: the projection's and the convolution's
+    outputs, q, k, v, gate, the chunk matrices, w, u, the states, the new values, the output;
+    experts (MoEAlltoAllTokenDispatcher, TEGroupedMLP): the permuted tokens, with ep > 1 those received, the tokens sorted by expert (sorted also at
+    ep=1) and the experts' output, and then either fc1's output and the activation (while fc2 runs) or, after these are freed, the output
+    sorted back. A bias on fc2 is added expert by expert and joined: two more copies while fc2's frame lives. The residual, the norm's
+    output and the shared expert's are there too.
+    Experts without bias were held against an H200 at ep=1 (docs/planner.md) and against tracked allocations at ep 1 and 2; the others are counts.
+    """
     z, h = _Sizes(spec), model.hidden
     if model.mixers[layer] == "gdn":
         g = model.gdn
+        wide = g.value_heads * g.key_dim
         states = g.value_heads * g.key_dim * g.value_dim / CHUNK
-        mixer = z.tp(2 * g.qk + 2 * g.v) + z.tp(2 * g.value_heads * g.key_dim + 3 * g.v) + z.tp(states)
+        mixer = z.tp(4 * g.qk + 8 * g.v + 3 * wide + (2 + CHUNK) * g.value_heads + states)
     else:
         width = model.q * (2 if model.output_gate else 1) + 2 * model.kv
         mixer = z.tp(width) + z.tp(2 * model.q + 2 * model.kv)
@@ -274,6 +285,18 @@ def layer_forward_peak(model: ModelShape, layer: int, spec: ActivationSpec) -> f
     else:
         m = model.moe
         rate = m.top_k * spec.expert_tp / z.sp_parts
-        copies = 3 if spec.ep > 1 else 2
-        mlp = z.sp(m.experts * 14, 1) + rate * spec.dtype_bytes * max(copies * h, h + 3 * m.ffn / spec.expert_tp)
+        before_sort = (2 if spec.ep > 1 else 1) * h / spec.expert_tp
+        at_fc2 = 3 * m.ffn / spec.expert_tp + (2 * h if model.linear_bias else 0)
+        mlp = rate * spec.dtype_bytes * (before_sort + 2 * h + max(h, at_fc2)) + z.sp((3 if m.shared_ffn else 2) * h)
     return 2 * z.sp(h) + max(mixer, mlp)
+
+
+def routing_maps(model: ModelShape, spec: ActivationSpec) -> float:
+    """Bytes per token that each layer with experts keeps from one forward to its next, with or without gradient: its token dispatcher
+    holds the probabilities and the choice of all experts (1 byte each), and the permutation: int32 [tokens, 2 experts + 1] where it is fused, one
+    int64 a chosen expert where not (transformer/moe/token_dispatcher.py, dispatch_preprocess). 0 without experts."""
+    if model.moe is None:
+        return 0.0
+    experts = model.moe.experts
+    permutation = 4 * (2 * experts + 1) if spec.kernels == "te" else 8 * model.moe.top_k
+    return _Sizes(spec).sp(experts * (spec.dtype_bytes + 1) + permutation, 1)

@@ -1,7 +1,8 @@
 """GPU models: memory, matrix rate and link rates from the vendors' data sheets.
 
-Called by memory, traffic and balance. `memory_bytes` is what the driver reports as total memory, `nvlink` and `network` are one
-direction, per GPU, in bytes a second.
+Called by memory, traffic and balance. `memory_bytes` is what CUDA can give out (torch's total_memory) for h200-141, where it was measured: 139.80
+GiB, 616 MiB less than the driver lists (nvidia-smi). For the other cards it is what the driver lists, so expect some 0.5% less there. `nvlink` and
+`network` are one direction, per GPU, in bytes a second.
 """
 
 import os
@@ -34,7 +35,7 @@ GPUS = {gpu.name: gpu for gpu in (
     Gpu(name="a100-40", memory_bytes=40_960 * MIB, bf16_flops=312e12, nvlink_bytes_s=300e9, network_bytes_s=25e9),
     Gpu(name="a100-80", memory_bytes=81_920 * MIB, bf16_flops=312e12, nvlink_bytes_s=300e9, network_bytes_s=25e9),
     Gpu(name="h100-80", memory_bytes=81_559 * MIB, bf16_flops=989e12, nvlink_bytes_s=450e9),
-    Gpu(name="h200-141", memory_bytes=143_771 * MIB, bf16_flops=989e12, nvlink_bytes_s=450e9),
+    Gpu(name="h200-141", memory_bytes=143_155 * MIB, bf16_flops=989e12, nvlink_bytes_s=450e9),
     Gpu(name="b200", memory_bytes=183_359 * MIB, bf16_flops=2250e12, nvlink_bytes_s=900e9),
     Gpu(name="gb200", memory_bytes=189_471 * MIB, bf16_flops=2500e12, nvlink_bytes_s=900e9, gpus_per_node=4),
     Gpu(name="b300", memory_bytes=275_040 * MIB, bf16_flops=2500e12, nvlink_bytes_s=900e9, network_bytes_s=100e9),

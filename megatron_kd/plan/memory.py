@@ -9,16 +9,17 @@ allocations, others are sums over a model of the layer (activations) or allowanc
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from megatron_kd.cache import sizes as cache_sizes
 from megatron_kd.layout import ParallelLayout
 from megatron_kd.loss import sizes as loss_sizes
-from megatron_kd.plan.activations import final_norm_saved, layer_backward_extra, layer_forward_peak, layer_saved
+from megatron_kd.plan.activations import final_norm_saved, layer_backward_extra, layer_forward_peak, layer_saved, routing_maps
 from megatron_kd.plan.dense import DenseLoss, dense_buffers, dense_bytes
 from megatron_kd.plan.gpus import MIB
 from megatron_kd.plan.job import Job
-from megatron_kd.plan.params import Weight, adapter_numel, buffer_numel, local_numel, padded_vocab, stage_kinds, stage_weights
+from megatron_kd.plan.params import Weight, adapter_numel, buffer_numel, local_numel, padded_vocab, stage_kinds, stage_layers, stage_weights
 from megatron_kd.stream import sizes as stream_sizes
 
 CUDA_CONTEXT = 700 * MIB
@@ -168,17 +169,46 @@ def _head(job: Job) -> Item:
     return Item(name="teacher head shard", bytes=shard_columns(job) * job.teacher.hidden * job.dtype_bytes, group="teacher")
 
 
-def _teacher_items(job: Job, stage: int) -> list[Item]:
-    """Frozen weights of a colocated teacher on `stage`, its head included."""
-    return [Item(name="teacher weights", bytes=local_numel(stage_weights(job.teacher, job.teacher_shard, stage),
-                                                           job.teacher_shard) * job.dtype_bytes, group="teacher")]
+def segment_loss(size: int, count: int) -> int:
+    """Bytes of segments that `count` tensors of `size` bytes each cannot use in PyTorch's caching allocator (c10/cuda/CUDACachingAllocator):
+    tensors up to 1 MiB are cut from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones get a segment of their own, a
+    multiple of 2 MiB. Sizes are rounded up to 512 bytes. A last segment that is not full does not count: other tensors of the pool use it.
+    With expandable segments nothing is lost."""
+    size = -(-size // 512) * 512
+    if size >= 10 * MIB:
+        return count * (-size % (2 * MIB))
+    segment = (2 if size <= MIB else 20) * MIB
+    return count // (segment // size) * (segment % size)
+
+
+def _teacher_tokens(job: Job) -> int:
+    """Tokens of a micro-batch on one context-parallel rank of the teacher."""
+    return job.micro_batch * job.seq // job.teacher_shard.cp
+
+
+def _teacher_items(job: Job, stage: int, *, head: bool) -> list[Item]:
+    """What a frozen teacher holds on `stage` between its forwards: weights, with or without the head, and routing maps. Each weight is a tensor of
+    its own in the allocator, each expert's too, unlike trained weights, which Megatron keeps in contiguous buffers."""
+    layout = job.teacher_shard
+    weights = stage_weights(job.teacher, layout, stage, head=head)
+    maps = routing_maps(job.teacher, job.spec(layout, training=False)) * len(stage_layers(job.teacher, layout, stage)) * _teacher_tokens(job)
+    items = [Item(name="teacher weights", bytes=local_numel(weights, layout) * job.dtype_bytes, group="teacher"),
+             Item(name="teacher routing maps", bytes=int(maps), group="teacher", exact=False)]
+    if job.kernels == "te":
+        counts = Counter[int]()
+        for weight in weights:
+            numel, num = weight.local(layout)
+            counts[numel * job.dtype_bytes] += num
+        lost = sum(segment_loss(size, count) for size, count in counts.items())
+        items.append(Item(name="allocator segments of teacher weights", bytes=lost, group="outside", exact=False))
+    return items
 
 
 def _forward_peak(job: Job, layout: ParallelLayout, stage: int) -> int:
     """Bytes alive while the teacher runs one micro-batch without gradient."""
     spec = job.spec(layout, training=False)
     kinds = stage_kinds(job.teacher, layout, stage)
-    return int(max(layer_forward_peak(job.teacher, layer, spec) for layer, _ in kinds) * job.micro_batch * job.seq // layout.cp)
+    return int(max(layer_forward_peak(job.teacher, layer, spec) for layer, _ in kinds) * _teacher_tokens(job))
 
 
 def _outside(job: Job, layout: ParallelLayout, moving: int) -> list[Item]:
@@ -216,7 +246,7 @@ def student_stage(job: Job, stage: int) -> StageMemory:
     layout, last = job.layout, stage == job.layout.pp - 1
     items = _state(job, stage)
     if job.placement == "colocated":
-        items += _teacher_items(job, stage)
+        items += _teacher_items(job, stage, head=True)
     if last:
         items += _target_items(job)
         scratch = 0 if not job.trains_head or job.loss != "fused" else loss_sizes.head_gradient_bytes(shard_columns(job), job.student.hidden)
@@ -296,8 +326,7 @@ def dense_loss_bytes(job: Job, loss: DenseLoss = "modelopt") -> int:
 def teacher_stage(job: Job, stage: int) -> StageMemory:
     """Memory of one GPU of a streamed teacher replica: frozen weights without the head, one forward, the registered send buffer."""
     layout = job.teacher_shard
-    weights = stage_weights(job.teacher, layout, stage, head=False)
-    items = [Item(name="teacher weights", bytes=local_numel(weights, layout) * job.dtype_bytes, group="teacher")]
+    items = _teacher_items(job, stage, head=False)
     if stage == layout.pp - 1:
         staging = stream_sizes.staging_bytes(job.micro_batch, job.seq, job.teacher.hidden, tp=layout.tp, student_tp=job.layout.tp)
         items.append(Item(name="send buffer", bytes=staging, group="targets"))

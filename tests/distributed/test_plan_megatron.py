@@ -1,4 +1,7 @@
-"""The planner's memory forms against tiny Megatron models on the CPU: state to the byte, activations by the storages that autograd keeps."""
+"""The planner's memory forms against tiny Megatron models on the CPU: state to the byte, activations by the storages that autograd keeps, a frozen
+teacher's experts by tracked allocations."""
+
+import pytest
 
 from tests.unit.test_plan_models import GPT_OSS, LLAMA, QWEN35, QWEN35_MOE
 
@@ -119,3 +122,61 @@ def test_state_is_exact_and_activations_within_a_twentieth(megatron_ranks):
                 assert got["state"] == want["state"], (case, rank, got, want)
             if got["saved"] is not None:
                 assert abs(want["saved"] / got["saved"] - 1) < 0.05, (case, rank, want["saved"] / got["saved"])
+
+
+FROZEN = {**QWEN35_MOE, "hidden_size": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 64}  # every token visits all 8 experts: equal loads
+
+
+def frozen_experts_peak(rank: int, world: int, config: dict, ep: int) -> int:
+    """Peak bytes inside the layers' experts in a forward without gradient: megatron-core's own dispatcher and TEGroupedMLP, around products
+    that only allocate their output (Transformer Engine needs a GPU)."""
+    from types import SimpleNamespace
+
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from transformers import AutoConfig
+
+    from megatron_kd.cli.allocations import TrackedAllocations
+    from megatron_kd.layout import ParallelLayout
+    from megatron_kd.mcore.hidden import Inputs, hidden_fwd
+    from megatron_kd.mcore.model import language_model, teacher_provider
+
+    class Product(torch.nn.Module):
+        def __init__(self, num_experts, width_in, width_out, **_):
+            super().__init__()
+            self.width_out = width_out
+
+        def forward(self, rows, rows_per_expert):
+            return rows.new_empty(len(rows), self.width_out), None
+
+    layout = ParallelLayout.for_world(world, ep=ep, etp=1)
+    provider = teacher_provider(AutoConfig.for_model(**config), layout=layout, dtype=torch.bfloat16, seq_length=SEQ, load_weights=False)
+    provider.initialize_model_parallel(seed=0)
+    lm = language_model(provider.provide_distributed_model(ddp_config=None, wrap_with_ddp=False, use_cpu_initialization=True, data_parallel_random_init=False)[0]).eval()
+    seen, peaks = TrackedAllocations(), []
+    for layer in lm.decoder.layers:
+        groups = SimpleNamespace(ep=parallel_state.get_expert_model_parallel_group(), expt_tp=parallel_state.get_expert_tensor_parallel_group())
+        parts = SimpleNamespace(linear_fc1=Product, linear_fc2=Product, activation_func=None)
+        layer.mlp.experts = TEGroupedMLP(config["num_experts"] // ep, layer.mlp.config, parts, groups)
+        layer.mlp.register_forward_pre_hook(lambda *_: setattr(seen, "peak_bytes", seen.live_bytes))
+        layer.mlp.register_forward_hook(lambda *_: peaks.append(seen.peak_bytes))
+    inputs = Inputs(tokens_bt=torch.randint(0, 64, (BATCH, SEQ)), position_ids=torch.arange(SEQ).expand(BATCH, SEQ))
+    with torch.no_grad():
+        hidden_fwd(lm, inputs)  # makes Megatron's global buffer
+        with seen:
+            hidden_fwd(lm, inputs)
+    parallel_state.destroy_model_parallel()
+    return max(peaks)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_frozen_experts_hold_what_the_planner_says(megatron_ranks, ep):
+    from megatron_kd.plan.activations import ActivationSpec, layer_forward_peak, routing_maps
+    from megatron_kd.plan.models import from_config
+
+    model = from_config(FROZEN, "frozen")
+    spec = ActivationSpec(ep=ep, seq=SEQ, micro_batch=BATCH, kernels="torch")
+    want = (layer_forward_peak(model, 0, spec) + routing_maps(model, spec) * model.num_layers) * SEQ * BATCH
+    for got in megatron_ranks.run(frozen_experts_peak, 2, timeout_s=120, config=FROZEN, ep=ep):
+        assert abs(want / got - 1) < 0.02, (ep, want / got)

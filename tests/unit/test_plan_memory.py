@@ -7,13 +7,14 @@ import pytest
 from megatron_kd.errors import PlanError, UnsupportedLayout
 from megatron_kd.layout import ParallelLayout
 from megatron_kd.loss.sizes import call_bytes, head_gradient_bytes
-from megatron_kd.plan.activations import ActivationSpec, layer_saved
+from megatron_kd.plan.activations import ActivationSpec, layer_forward_peak, layer_saved, routing_maps
 from megatron_kd.plan.frontier import frontier, largest_sequence, largest_teacher
-from megatron_kd.plan.gpus import gpu
+from megatron_kd.plan.gpus import MIB, gpu
 from megatron_kd.plan.job import Job
-from megatron_kd.plan.memory import all_stages, fits, in_flight, loss_shape, state_items, student_stage
+from megatron_kd.plan.memory import all_stages, fits, in_flight, loss_shape, segment_loss, state_items, student_stage, teacher_stage
 from megatron_kd.plan.models import from_config, known_names, load_model
 from megatron_kd.plan.params import stage_kinds, stage_layers, stage_weights, total_params
+from megatron_kd.plan.predict import model_config
 from megatron_kd.stream.sizes import ring_bytes, staging_bytes
 from tests.unit.test_plan_models import GPT_OSS, LLAMA
 
@@ -122,6 +123,68 @@ def test_streaming_takes_the_teachers_weights_off_the_student():
     saved = student_stage(colocated, 0).allocated - student_stage(streamed, 0).allocated
     assert saved == pytest.approx(teacher - head, rel=0.05)
     assert student_stage(job(placement="cached"), 0).allocated < student_stage(streamed, 0).allocated
+
+
+def frozen(name: str, num_layers: int, **changes):
+    """Memory of a streamed teacher on one H200, sequences of 8,192: a known model's first layers."""
+    teacher = from_config(model_config([name, {"num_hidden_layers": num_layers}]), "teacher")
+    return teacher_stage(job(student=load_model("qwen3.5-4b"), teacher=teacher, placement="streamed", **changes), 0)
+
+
+def test_frozen_experts_are_planned_as_measured_on_an_h200():
+    # torch.cuda.max_memory_allocated, GiB, of an 8-layer cut with TE's grouped kernel; with one product an expert 0.25 GiB more at 2 and 4 sequences
+    measured = {1: 15.067, 2: 16.328, 4: 18.986}
+    planned = {}
+    for sequences in measured:
+        stage = frozen("qwen3.5-35b-a3b", 8, micro_batch=sequences)
+        planned[sequences] = (stage.allocated - item(stage, "send buffer")) / GIB
+    assert planned == pytest.approx(measured, rel=0.005)
+    assert (planned[4] - planned[2]) / 2 == pytest.approx(1.329, rel=0.005), "a sequence of 8,192"
+    assert frozen("qwen3.5-35b-a3b", 40).allocated / GIB == pytest.approx(66.8 - 0.95, abs=0.1), "the whole teacher, its head taken off"
+
+
+def test_teacher_that_ran_out_of_memory_does_not_fit_but_for_expandable_segments():
+    stage = frozen("qwen3.5-122b-a10b", 28)
+    lost = item(stage, "allocator segments of teacher weights")
+    assert lost / GIB == pytest.approx(4.74, rel=0.02), "torch reported 4.74 GiB reserved but unallocated"
+    assert not stage.fits and stage.total - lost < stage.capacity
+    assert stage.allocated == sum(entry.bytes for entry in stage.items if entry.group != "outside") < stage.total - lost
+
+
+@pytest.mark.parametrize("size, count, lost", [
+    (1 * MIB, 2, 0), (1 * MIB, 3, 0),  # two in a segment of 2 MiB
+    (1 * MIB + 512, 19, 20 * MIB - 19 * (MIB + 512)),  # the large pool: 19 in a segment of 20 MiB
+    (5 * MIB, 4, 0), (6 * MIB, 3, 2 * MIB), (6 * MIB, 8, 4 * MIB), (6 * MIB, 2, 0), (8 * MIB, 4, 8 * MIB),
+    (10 * MIB, 3, 0), (12 * MIB, 3, 0), (13 * MIB, 3, 3 * MIB),  # a segment each, a multiple of 2 MiB
+    (3 * MIB // 4, 4, MIB), (100, 4096, 0), (100, 1, 0),
+    (6 * MIB, 28 * 256, 28 * 256 // 3 * 2 * MIB),
+])
+def test_segments_lose_what_is_counted_by_hand(size, count, lost):
+    assert segment_loss(size, count) == lost
+
+
+def test_segments_count_for_frozen_weights_on_gpus_alone():
+    name = "allocator segments of teacher weights"
+    expert = ParallelLayout(dp=4, ep=4, etp=1)
+    big, split = (frozen("qwen3.5-122b-a10b", 28, teacher_layout=layout) for layout in (ParallelLayout(), expert))
+    assert item(split, name) == pytest.approx(item(big, name) / 4, rel=0.05), "a quarter of the experts"
+    here = job(student=load_model("qwen3.5-4b"), teacher=load_model("qwen3.5-35b-a3b"))
+    assert any(entry.name == name for entry in student_stage(here, 0).items)
+    for other in (replace(here, placement="streamed"), replace(here, placement="cached"), replace(here, kernels="torch")):
+        assert not any(entry.name == name for entry in student_stage(other, 0).items)
+
+
+def test_all_to_all_adds_a_copy_of_the_tokens_and_a_bias_on_the_experts_two():
+    qwen, oss = load_model("qwen3.5-35b-a3b"), load_model("gpt-oss-20b")
+    one, two = (layer_forward_peak(qwen, 0, ActivationSpec(seq=8192, ep=ep)) for ep in (1, 2))
+    assert one == 2 * (4 * 8 * 2048 + 5 * 2048) and two - one == 2 * 8 * 2048
+    assert layer_forward_peak(oss, 0, ActivationSpec(seq=8192)) == 2 * (4 * (5 * 2880 + 3 * 2880) + 4 * 2880)
+    assert routing_maps(qwen, ActivationSpec(seq=8192)) == 256 * 3 + 4 * 513 and routing_maps(load_model("qwen3.5-9b"), ActivationSpec(seq=8192)) == 0
+
+
+def test_colocated_teachers_routing_maps_stay_through_the_step():
+    stage = student_stage(job(student=load_model("qwen3.5-4b"), teacher=load_model("qwen3.5-35b-a3b")), 0)
+    assert stage.moment != "teacher forward" and item(stage, "teacher routing maps") == 40 * 8192 * (256 * 3 + 4 * 513)
 
 
 def test_frozen_head_has_neither_scratch_nor_state():
