@@ -1,5 +1,6 @@
-"""What a teacher's forward is given under context parallelism: its own tokens, and positions cut once."""
+"""What a teacher gives its forward: its own tokens and positions cut once under context parallelism, no output layer, experts in one launch."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -24,3 +25,26 @@ def test_positions_are_cut_once(monkeypatch, kind, packed, num_positions):
     inputs = _inputs(lm, block, torch.device("cpu"))
     assert inputs.tokens_bt.tolist() == [[0, 1, 2, 3]]
     assert inputs.position_ids.shape == (1, num_positions)
+
+
+def test_experts_go_in_one_launch_unless_the_environment_decides(monkeypatch):
+    from megatron_kd.mcore.model import multiply_experts_in_one_launch
+
+    monkeypatch.delenv("NVTE_USE_CUTLASS_GROUPED_GEMM", raising=False)
+    multiply_experts_in_one_launch()
+    assert os.environ["NVTE_USE_CUTLASS_GROUPED_GEMM"] == "1"
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
+    multiply_experts_in_one_launch()
+    assert os.environ["NVTE_USE_CUTLASS_GROUPED_GEMM"] == "0"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_output_layer_is_gone_before_the_warm_up_unless_it_is_the_embedding(monkeypatch, tied):
+    from megatron_kd.teacher import serve
+
+    lm = SimpleNamespace(post_process=True, share_embeddings_and_output_weights=tied, output_layer=SimpleNamespace(weight="head"))
+    seen = []
+    monkeypatch.setattr(serve, "warm_up", lambda model, sequence_length: seen.append((model.output_layer.weight, sequence_length)))
+    monkeypatch.setattr(serve, "Server", lambda *_, **__: SimpleNamespace(run=lambda *_, **__: seen.append("served")))
+    serve.serve(lm, SimpleNamespace(agreement=None), lambda: None, stop=lambda: True, warm_up_length=64)
+    assert seen == [("head" if tied else None, 64), "served"]
