@@ -190,9 +190,13 @@ def multiply_experts_in_one_launch() -> None:
 
     Transformer Engine launches one product an expert. At a few hundred tokens each, the host's launches take longer than the products; its
     CUTLASS kernel for Hopper takes all experts of a layer in one launch (bf16 or fp16, no bias, widths that divide by 128; elsewhere it does
-    as before). Measured: docs/benchmarks.md.
+    as before). Before 2.20, the first version it was measured with, it may crash where no expert of a rank has a token (their pull request 3037).
+    Measured: docs/benchmarks.md.
     """
-    os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
+    from megatron.core.utils import is_te_min_version
+
+    if is_te_min_version("2.20"):
+        os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
 
 
 def teacher_provider(source: str | os.PathLike | object, *, layout: ParallelLayout, dtype: torch.dtype = torch.bfloat16, seq_length: int | None = None,
