@@ -258,7 +258,7 @@ def layer_backward_extra(model: ModelShape, layer: int, spec: ActivationSpec, to
 
 
 def layer_forward_peak(model: ModelShape, layer: int, spec: ActivationSpec) -> float:
-    """Bytes per token alive at once while decoder layer `layer` runs without gradient (a teacher), without `routing_maps`.
+    """Bytes per token alive at once while decoder layer `layer` runs without gradient (a teacher).
 
     Python holds a tensor as long as a frame on the stack names it. Beside the embedding's output and the layer's input that is:
     delta net (ssm/gated_delta_net/gdn.py, FLA's chunk_gated_delta_rule_fwd), when its output is made: the projection's and the convolution's
@@ -287,16 +287,14 @@ def layer_forward_peak(model: ModelShape, layer: int, spec: ActivationSpec) -> f
         rate = m.top_k * spec.expert_tp / z.sp_parts
         before_sort = (2 if spec.ep > 1 else 1) * h / spec.expert_tp
         at_fc2 = 3 * m.ffn / spec.expert_tp + (2 * h if model.linear_bias else 0)
-        mlp = rate * spec.dtype_bytes * (before_sort + 2 * h + max(h, at_fc2)) + z.sp((3 if m.shared_ffn else 2) * h)
+        mlp = rate * spec.dtype_bytes * (before_sort + 2 * h + max(h, at_fc2)) + z.sp((3 if m.shared_ffn else 2) * h) + routing_maps(model, spec)
     return 2 * z.sp(h) + max(mixer, mlp)
 
 
 def routing_maps(model: ModelShape, spec: ActivationSpec) -> float:
-    """Bytes per token that each layer with experts keeps from one forward to its next, with or without gradient: its token dispatcher
-    holds the probabilities and the choice of all experts (1 byte each), and the permutation: int32 [tokens, 2 experts + 1] where it is fused, one
-    int64 a chosen expert where not (transformer/moe/token_dispatcher.py, dispatch_preprocess). 0 without experts."""
-    if model.moe is None:
-        return 0.0
+    """Bytes per token of a layer's token dispatcher: the probabilities and the choice of all experts (1 byte each), and the permutation: int32
+    [tokens, 2 experts + 1] where it is fused, one int64 a chosen expert where not (transformer/moe/token_dispatcher.py, dispatch_preprocess). A
+    frozen teacher gives them back after the layer (mcore/model.py)."""
     experts = model.moe.experts
     permutation = 4 * (2 * experts + 1) if spec.kernels == "te" else 8 * model.moe.top_k
     return _Sizes(spec).sp(experts * (spec.dtype_bytes + 1) + permutation, 1)

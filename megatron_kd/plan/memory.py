@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from megatron_kd.cache import sizes as cache_sizes
 from megatron_kd.layout import ParallelLayout
 from megatron_kd.loss import sizes as loss_sizes
-from megatron_kd.plan.activations import final_norm_saved, layer_backward_extra, layer_forward_peak, layer_saved, routing_maps
+from megatron_kd.plan.activations import final_norm_saved, layer_backward_extra, layer_forward_peak, layer_saved
 from megatron_kd.plan.dense import DenseLoss, dense_buffers, dense_bytes
 from megatron_kd.plan.gpus import MIB
 from megatron_kd.plan.job import Job
-from megatron_kd.plan.params import Weight, adapter_numel, buffer_numel, local_numel, padded_vocab, stage_kinds, stage_layers, stage_weights
+from megatron_kd.plan.params import Weight, adapter_numel, buffer_numel, local_numel, padded_vocab, stage_kinds, stage_weights
 from megatron_kd.stream import sizes as stream_sizes
 
 CUDA_CONTEXT = 700 * MIB
@@ -181,19 +181,12 @@ def segment_loss(size: int, count: int) -> int:
     return count // (segment // size) * (segment % size)
 
 
-def _teacher_tokens(job: Job) -> int:
-    """Tokens of a micro-batch on one context-parallel rank of the teacher."""
-    return job.micro_batch * job.seq // job.teacher_shard.cp
-
-
 def _teacher_items(job: Job, stage: int, *, head: bool) -> list[Item]:
-    """What a frozen teacher holds on `stage` between its forwards: weights, with or without the head, and routing maps. Each weight is a tensor of
-    its own in the allocator, each expert's too, unlike trained weights, which Megatron keeps in contiguous buffers."""
+    """Frozen weights of `stage`, with or without the head. Each is a tensor of its own in the allocator, each expert's too, unlike trained
+    weights, which Megatron keeps in contiguous buffers."""
     layout = job.teacher_shard
     weights = stage_weights(job.teacher, layout, stage, head=head)
-    maps = routing_maps(job.teacher, job.spec(layout, training=False)) * len(stage_layers(job.teacher, layout, stage)) * _teacher_tokens(job)
-    items = [Item(name="teacher weights", bytes=local_numel(weights, layout) * job.dtype_bytes, group="teacher"),
-             Item(name="teacher routing maps", bytes=int(maps), group="teacher", exact=False)]
+    items = [Item(name="teacher weights", bytes=local_numel(weights, layout) * job.dtype_bytes, group="teacher")]
     if job.kernels == "te":
         counts = Counter[int]()
         for weight in weights:
@@ -208,7 +201,7 @@ def _forward_peak(job: Job, layout: ParallelLayout, stage: int) -> int:
     """Bytes alive while the teacher runs one micro-batch without gradient."""
     spec = job.spec(layout, training=False)
     kinds = stage_kinds(job.teacher, layout, stage)
-    return int(max(layer_forward_peak(job.teacher, layer, spec) for layer, _ in kinds) * _teacher_tokens(job))
+    return int(max(layer_forward_peak(job.teacher, layer, spec) for layer, _ in kinds) * job.micro_batch * job.seq // layout.cp)
 
 
 def _outside(job: Job, layout: ParallelLayout, moving: int) -> list[Item]:

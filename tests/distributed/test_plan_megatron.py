@@ -127,9 +127,9 @@ def test_state_is_exact_and_activations_within_a_twentieth(megatron_ranks):
 FROZEN = {**QWEN35_MOE, "hidden_size": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 64}  # every token visits all 8 experts: equal loads
 
 
-def frozen_experts_peak(rank: int, world: int, config: dict, ep: int) -> int:
-    """Peak bytes inside the layers' experts in a forward without gradient: megatron-core's own dispatcher and TEGroupedMLP, around products
-    that only allocate their output (Transformer Engine needs a GPU)."""
+def frozen_experts_peak(rank: int, world: int, config: dict, ep: int) -> tuple[int, list[str]]:
+    """(peak bytes inside the layers' experts in a forward without gradient, routing maps that stay afterwards): megatron-core's own dispatcher and
+    TEGroupedMLP, around products that only allocate their output (Transformer Engine needs a GPU)."""
     from types import SimpleNamespace
 
     import torch
@@ -140,7 +140,7 @@ def frozen_experts_peak(rank: int, world: int, config: dict, ep: int) -> int:
     from megatron_kd.cli.allocations import TrackedAllocations
     from megatron_kd.layout import ParallelLayout
     from megatron_kd.mcore.hidden import Inputs, hidden_fwd
-    from megatron_kd.mcore.model import language_model, teacher_provider
+    from megatron_kd.mcore.model import ROUTING_MAPS, build_model, language_model, teacher_provider
 
     class Product(torch.nn.Module):
         def __init__(self, num_experts, width_in, width_out, **_):
@@ -152,8 +152,7 @@ def frozen_experts_peak(rank: int, world: int, config: dict, ep: int) -> int:
 
     layout = ParallelLayout.for_world(world, ep=ep, etp=1)
     provider = teacher_provider(AutoConfig.for_model(**config), layout=layout, dtype=torch.bfloat16, seq_length=SEQ, load_weights=False)
-    provider.initialize_model_parallel(seed=0)
-    lm = language_model(provider.provide_distributed_model(ddp_config=None, wrap_with_ddp=False, use_cpu_initialization=True, data_parallel_random_init=False)[0]).eval()
+    lm = language_model(build_model(provider, seed=0)[0])
     seen, peaks = TrackedAllocations(), []
     for layer in lm.decoder.layers:
         groups = SimpleNamespace(ep=parallel_state.get_expert_model_parallel_group(), expt_tp=parallel_state.get_expert_tensor_parallel_group())
@@ -167,16 +166,17 @@ def frozen_experts_peak(rank: int, world: int, config: dict, ep: int) -> int:
         with seen:
             hidden_fwd(lm, inputs)
     parallel_state.destroy_model_parallel()
-    return max(peaks)
+    return max(peaks), [name for layer in lm.decoder.layers for name in ROUTING_MAPS if getattr(layer.mlp.token_dispatcher, name) is not None]
 
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_frozen_experts_hold_what_the_planner_says(megatron_ranks, ep):
-    from megatron_kd.plan.activations import ActivationSpec, layer_forward_peak, routing_maps
+    from megatron_kd.plan.activations import ActivationSpec, layer_forward_peak
     from megatron_kd.plan.models import from_config
 
     model = from_config(FROZEN, "frozen")
     spec = ActivationSpec(ep=ep, seq=SEQ, micro_batch=BATCH, kernels="torch")
-    want = (layer_forward_peak(model, 0, spec) + routing_maps(model, spec) * model.num_layers) * SEQ * BATCH
-    for got in megatron_ranks.run(frozen_experts_peak, 2, timeout_s=120, config=FROZEN, ep=ep):
+    want = layer_forward_peak(model, 0, spec) * SEQ * BATCH
+    for got, kept in megatron_ranks.run(frozen_experts_peak, 2, timeout_s=120, config=FROZEN, ep=ep):
+        assert kept == []
         assert abs(want / got - 1) < 0.02, (ep, want / got)

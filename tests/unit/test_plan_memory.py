@@ -132,15 +132,19 @@ def frozen(name: str, num_layers: int, **changes):
 
 
 def test_frozen_experts_are_planned_as_measured_on_an_h200():
-    # torch.cuda.max_memory_allocated, GiB, of an 8-layer cut with TE's grouped kernel; with one product an expert 0.25 GiB more at 2 and 4 sequences
+    # torch.cuda.max_memory_allocated, GiB, of an 8-layer cut with TE's grouped kernel; with one product an expert 0.25 GiB more at 2 and 4 sequences.
+    # Measured while every layer's token dispatcher still kept its maps; a frozen teacher gives them back after the layer.
+    def kept(layers: int) -> float:
+        return (layers - 1) * 8192 * routing_maps(load_model("qwen3.5-35b-a3b"), ActivationSpec(seq=8192)) / GIB
+
     measured = {1: 15.067, 2: 16.328, 4: 18.986}
     planned = {}
     for sequences in measured:
         stage = frozen("qwen3.5-35b-a3b", 8, micro_batch=sequences)
-        planned[sequences] = (stage.allocated - item(stage, "send buffer")) / GIB
+        planned[sequences] = (stage.allocated - item(stage, "send buffer")) / GIB + kept(8) * sequences
     assert planned == pytest.approx(measured, rel=0.005)
     assert (planned[4] - planned[2]) / 2 == pytest.approx(1.329, rel=0.005), "a sequence of 8,192"
-    assert frozen("qwen3.5-35b-a3b", 40).allocated / GIB == pytest.approx(66.8 - 0.95, abs=0.1), "the whole teacher, its head taken off"
+    assert frozen("qwen3.5-35b-a3b", 40).allocated / GIB + kept(40) == pytest.approx(66.8 - 0.95, abs=0.1), "the whole teacher, its head taken off"
 
 
 def test_teacher_that_ran_out_of_memory_does_not_fit_but_for_expandable_segments():
@@ -177,14 +181,8 @@ def test_segments_count_for_frozen_weights_on_gpus_alone():
 def test_all_to_all_adds_a_copy_of_the_tokens_and_a_bias_on_the_experts_two():
     qwen, oss = load_model("qwen3.5-35b-a3b"), load_model("gpt-oss-20b")
     one, two = (layer_forward_peak(qwen, 0, ActivationSpec(seq=8192, ep=ep)) for ep in (1, 2))
-    assert one == 2 * (4 * 8 * 2048 + 5 * 2048) and two - one == 2 * 8 * 2048
-    assert layer_forward_peak(oss, 0, ActivationSpec(seq=8192)) == 2 * (4 * (5 * 2880 + 3 * 2880) + 4 * 2880)
-    assert routing_maps(qwen, ActivationSpec(seq=8192)) == 256 * 3 + 4 * 513 and routing_maps(load_model("qwen3.5-9b"), ActivationSpec(seq=8192)) == 0
-
-
-def test_colocated_teachers_routing_maps_stay_through_the_step():
-    stage = student_stage(job(student=load_model("qwen3.5-4b"), teacher=load_model("qwen3.5-35b-a3b")), 0)
-    assert stage.moment != "teacher forward" and item(stage, "teacher routing maps") == 40 * 8192 * (256 * 3 + 4 * 513)
+    assert one == 2 * (4 * 8 * 2048 + 5 * 2048) + 256 * 3 + 4 * 513 and two - one == 2 * 8 * 2048
+    assert layer_forward_peak(oss, 0, ActivationSpec(seq=8192)) == 2 * (4 * (5 * 2880 + 3 * 2880) + 4 * 2880) + 32 * 3 + 4 * 65
 
 
 def test_frozen_head_has_neither_scratch_nor_state():
