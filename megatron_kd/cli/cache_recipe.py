@@ -75,7 +75,6 @@ def build_teacher(job: Job):
     recipe = job.recipe
     layout = (recipe.teacher.layout or recipe.student.layout).for_world(dist.get_world_size())
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.teacher.precision]
-    megatron_models.multiply_experts_in_one_launch()
     provider = megatron_models.teacher_provider(job.models.teacher, layout=layout, dtype=dtype, seq_length=recipe.data.seq_length)
     (chunk,) = megatron_models.build_model(provider, seed=recipe.train.seed)
     return Answers(megatron_models.language_model(chunk), job.collection.spec)

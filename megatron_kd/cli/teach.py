@@ -69,7 +69,6 @@ def teach(recipe: Recipe, *, name: str, world: int, stop, say) -> None:
     from megatron_kd.teacher.identity import identify
     from megatron_kd.teacher.serve import serve
 
-    megatron_models.multiply_experts_in_one_launch()
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.teacher.precision]
     identity = identify(models.teacher, compute_fingerprint=True, context_length=recipe.teacher.context_length)
     if identity.context_length < recipe.data.seq_length:

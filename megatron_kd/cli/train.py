@@ -84,8 +84,10 @@ def start_runtime(recipe: Recipe) -> None:
 
     One hardware queue (Megatron's demand for tensor and context parallelism below Blackwell) lets kernels start in the order of their launches: a
     collective is not overtaken by the GEMM that it is to run beside, and communicators that overlap start in one order on every rank.
+    Triton keeps what its autotuning chose, so that a process that starts again neither measures for minutes nor chooses otherwise.
     """
     if recipe.device == "cuda":
+        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
         if any(part is not None and part.tp * part.cp > 1 for part in (recipe.student.layout, recipe.teacher.layout)):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     else:

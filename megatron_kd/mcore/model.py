@@ -15,6 +15,7 @@ import torch
 
 from megatron_kd.errors import ConfigError, UnsupportedLayout, rule
 from megatron_kd.layout import ParallelLayout
+from megatron_kd.mcore.experts import experts_stacked
 
 # A frozen, forward-only model needs none of what training brings.
 FORWARD_ONLY = {
@@ -164,14 +165,14 @@ def build_model(provider, *, seed: int | None = None, groups=None) -> list[torch
 
     Model parallelism must be initialised unless `seed` is given: then it is done here with the provider's degrees. `groups`: the
     ProcessGroupCollection of a model that this one shares its ranks with; None: megatron-core's global ones. Random states are left as they were.
-    The chunks are a list of one unless the provider asks for VPP.
+    The chunks are a list of one unless the provider asks for VPP. Experts are stacked (mcore/experts.py).
     """
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
     if seed is not None and not parallel_state.is_initialized():
         provider.initialize_model_parallel(seed=seed)
-    with preserved_rng(), warnings_of_deprecation():
+    with preserved_rng(), warnings_of_deprecation(), experts_stacked():
         chunks = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=getattr(provider, "use_cpu_initialization", False), pg_collection=groups)
     chunks = [unwrap_model(chunk) for chunk in chunks]
     for chunk in chunks:
@@ -198,20 +199,6 @@ def has_experts(source: str | os.PathLike | object) -> bool:
         source = AutoConfig.from_pretrained(source)
     text = getattr(source, "text_config", source)
     return any((getattr(text, name, None) or 0) > 1 for name in ("num_local_experts", "num_experts", "n_routed_experts"))
-
-
-def multiply_experts_in_one_launch() -> None:
-    """For a process that only runs a teacher on GPUs, before its first forward; an environment that names the variable decides itself.
-
-    Transformer Engine launches one product an expert. At a few hundred tokens each, the host's launches take longer than the products; its
-    CUTLASS kernel for Hopper takes all experts of a layer in one launch (bf16 or fp16, no bias, widths that divide by 128; elsewhere it does
-    as before). Before 2.20, the first version it was measured with, it may crash where no expert of a rank has a token (their pull request 3037).
-    Measured: docs/benchmarks.md.
-    """
-    from megatron.core.utils import is_te_min_version
-
-    if is_te_min_version("2.20"):
-        os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
 
 
 def teacher_provider(source: str | os.PathLike | object, *, layout: ParallelLayout, dtype: torch.dtype = torch.bfloat16, seq_length: int | None = None,

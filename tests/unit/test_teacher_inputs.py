@@ -1,6 +1,5 @@
-"""What a teacher gives its forward: its own tokens and positions cut once under context parallelism, no output layer, experts in one launch."""
+"""What a teacher gives its forward: its own tokens and positions cut once under context parallelism, no output layer."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -25,22 +24,6 @@ def test_positions_are_cut_once(monkeypatch, kind, packed, num_positions):
     inputs = _inputs(lm, block, torch.device("cpu"))
     assert inputs.tokens_bt.tolist() == [[0, 1, 2, 3]]
     assert inputs.position_ids.shape == (1, num_positions)
-
-
-@pytest.mark.parametrize(("version", "environment", "wanted"), [("2.20.2", None, "1"), ("2.19.0", None, None), ("0.0.0", None, None), ("2.20.2", "0", "0")])
-def test_experts_go_in_one_launch_unless_the_environment_or_the_version_decides(monkeypatch, version, environment, wanted):
-    from megatron.core import utils
-    from packaging.version import Version
-
-    from megatron_kd.mcore.model import multiply_experts_in_one_launch
-
-    name = "NVTE_USE_CUTLASS_GROUPED_GEMM"
-    monkeypatch.setattr(utils, "_te_version", Version(version))
-    monkeypatch.setenv(name, environment or "")  # known to monkeypatch, which takes back what follows
-    if environment is None:
-        monkeypatch.delenv(name)
-    multiply_experts_in_one_launch()
-    assert os.environ.get(name) == wanted
 
 
 @pytest.mark.parametrize("tied", [False, True])
