@@ -182,15 +182,18 @@ def segment_loss(size: int, count: int) -> int:
 
 
 def _teacher_items(job: Job, stage: int, *, head: bool) -> list[Item]:
-    """Frozen weights of `stage`, with or without the head. Each is a tensor of its own in the allocator, each expert's too, unlike trained
-    weights, which Megatron keeps in contiguous buffers."""
+    """Frozen weights of `stage`, with or without the head, and the bytes of segments that they cannot use. Each is a tensor of its own in the
+    allocator, unlike trained weights, which Megatron keeps in contiguous buffers. The expert matrices of a grouped linear layer are one tensor;
+    in fp32 or with a bias one an expert (mcore/experts.py: can_stack)."""
     layout = job.teacher_shard
     weights = stage_weights(job.teacher, layout, stage, head=head)
     items = [Item(name="teacher weights", bytes=local_numel(weights, layout) * job.dtype_bytes, group="teacher")]
     if job.kernels == "te":
-        counts = Counter[int]()
+        counts, stacked = Counter[int](), job.dtype_bytes == 2 and not job.teacher.linear_bias
         for weight in weights:
             numel, num = weight.local(layout)
+            if stacked and weight.is_expert:
+                numel, num = numel * num, 1
             counts[numel * job.dtype_bytes] += num
         lost = sum(segment_loss(size, count) for size, count in counts.items())
         items.append(Item(name="allocator segments of teacher weights", bytes=lost, group="outside", exact=False))
