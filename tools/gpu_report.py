@@ -109,7 +109,7 @@ def main() -> None:
     streams = {n: {k: r[k] for k in ("step_s", "peak_bytes", "metrics", "losses", "command", "date")} for n, r in results.items()
                if "streamed" in n and r.get("step_s") and not n.startswith(("quality", "smoke"))}
     references = {n.removeprefix("cpu_"): {k: r[k] for k in ("losses", "command", "date")} for n, r in results.items() if n.startswith("cpu_")}
-    update(out / "two_gpus.json", environment, small_models=smokes, small_models_cpu=references, streamed=streams, placements=[placement(n, r, results) for n, r in results.items() if n.startswith("qwen35_")
+    update(out / "two_gpus.json", environment, small_models=smokes, small_models_cpu=references, teachers={n: r for n, r in results.items() if n.startswith("teacher_")}, streamed=streams, placements=[placement(n, r, results) for n, r in results.items() if n.startswith("qwen35_")
            and not n.endswith(".teacher")],
            loss_tp2=lines(folder / "tp2_bench.log", ("TFLOP/s", "efficiency")), selfcheck_tp2=lines(folder / "tp2_bench.log", ("checks on",)),
            kernel_tests=lines(folder / "t_kernels.log", ("passed", "failed")), stream_tests=lines(folder / "t_stream.log", ("GB/s", "TFLOP/s", "passed", "failed")))
@@ -123,7 +123,7 @@ def placement(name: str, result: dict, results: dict) -> dict:
     """One run of a pair: time, tokens, peaks of both sides, losses."""
     teacher = results.get(f"{name}.teacher")
     row = {"run": name, "layout": result["layout"], "placement": result["placement"], "recompute": result["recompute"], "global_batch": result["global_batch"],
-           "command": result["command"], "date": result["date"], "teacher_peak_gib": teacher and max(teacher["peak_bytes"]) / 2**30}
+           "micro_batch": result["micro_batch"], "command": result["command"], "date": result["date"], "teacher_peak_gib": teacher and max(teacher["peak_bytes"]) / 2**30}
     if "error" in result:
         return row | {"error": result["error"]}
     least = min(result["step_s"][1:])

@@ -10,6 +10,7 @@ a forward (least and median of the repeats, with the GPU idle before and after),
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import tempfile
@@ -103,7 +104,9 @@ def main() -> None:
             numbers, rows = measure(model, way, args)
             results.append(numbers)
             answers.append(rows)
+            gc.collect()  # hooks and modules hold each other
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
     result = {"model": args.model.name if args.model.name != "teacher" else args.model.parent.name, "layers": args.layers, "seq": args.seq, "sequences": args.sequences, "ways": results,
               "rows_difference": float((answers[0] - answers[-1]).norm() / answers[0].norm()), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
               "cutlass": os.environ.get("NVTE_USE_CUTLASS_GROUPED_GEMM"), "date": datetime.now(UTC).isoformat(timespec="seconds"),

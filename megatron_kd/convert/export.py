@@ -54,7 +54,7 @@ def import_hf(source: str | Path, target: str | Path, *, layout: ParallelLayout,
     provider = _weightless_provider(source, layout, dtype, scratch)
     bridge = model.bridge_for(source, dtype)
     provider.register_pre_wrap_hook(lambda chunks: checkpoint.load_hf_weights(bridge, chunks, progress))
-    chunks = model.build_model(provider, seed=0)
+    chunks = model.build_model(provider, seed=0, stack_experts=False)
     with _whole_checkpoint(target) as partial:
         checkpoint.save_weights(chunks, partial, tokenizer=source, progress=write_progress)
     return Path(target)
@@ -134,13 +134,13 @@ def _trained_model(checkpoint_dir: str | Path, reference: str | Path, layout: Pa
     peft = checkpoint.adapters_of(checkpoint_dir)
     provider = _weightless_provider(reference, layout, dtype, scratch, mtp_layers)
     if peft is None:
-        chunks = model.build_model(provider, seed=0)
+        chunks = model.build_model(provider, seed=0, stack_experts=False)
         checkpoint.load_weights(chunks, checkpoint_dir, progress)
         return chunks
     bridge = model.bridge_for(reference, dtype)
     provider.register_pre_wrap_hook(lambda chunks: checkpoint.load_hf_weights(bridge, chunks, progress))
     provider.register_pre_wrap_hook(lambda chunks: peft(chunks, training=False))
-    chunks = model.build_model(provider, seed=0)
+    chunks = model.build_model(provider, seed=0, stack_experts=False)
     checkpoint.load_adapters(chunks, checkpoint_dir, peft)
     return chunks
 

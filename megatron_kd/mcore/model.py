@@ -160,19 +160,20 @@ def preserved_rng():
         tracker.set_states(states)
 
 
-def build_model(provider, *, seed: int | None = None, groups=None) -> list[torch.nn.Module]:
+def build_model(provider, *, seed: int | None = None, groups=None, stack_experts: bool = True) -> list[torch.nn.Module]:
     """Frozen, unwrapped model chunks of `provider` on this rank, in eval mode: no gradient buffers, no Float16Module, no DDP.
 
     Model parallelism must be initialised unless `seed` is given: then it is done here with the provider's degrees. `groups`: the
     ProcessGroupCollection of a model that this one shares its ranks with; None: megatron-core's global ones. Random states are left as they were.
-    The chunks are a list of one unless the provider asks for VPP. Experts are stacked (mcore/experts.py).
+    The chunks are a list of one unless the provider asks for VPP. `stack_experts` (mcore/experts.py): not where parameters move elsewhere
+    afterwards, since the stacked memory would stay.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
     if seed is not None and not parallel_state.is_initialized():
         provider.initialize_model_parallel(seed=seed)
-    with preserved_rng(), warnings_of_deprecation(), experts_stacked():
+    with preserved_rng(), warnings_of_deprecation(), experts_stacked() if stack_experts else contextlib.nullcontext():
         chunks = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=getattr(provider, "use_cpu_initialization", False), pg_collection=groups)
     chunks = [unwrap_model(chunk) for chunk in chunks]
     for chunk in chunks:

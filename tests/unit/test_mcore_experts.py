@@ -99,3 +99,13 @@ def test_the_hook_goes_when_building_fails():
     with pytest.raises(RuntimeError), experts_stacked():
         raise RuntimeError
     assert "forward" not in vars(Experts().linear_fc1)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_frozen_model_is_built_with_stacked_experts_unless_its_weights_move_on(asked):
+    from megatron_kd.mcore.model import build_model
+
+    provider = SimpleNamespace(provide_distributed_model=lambda **_: [Experts()])
+    (chunk,) = build_model(provider, stack_experts=asked)
+    assert ("forward" in vars(chunk.linear_fc1)) == asked
+    assert not any(parameter.requires_grad for parameter in chunk.parameters()) and not chunk.training
