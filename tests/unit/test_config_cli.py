@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -227,3 +228,17 @@ def test_overrides_may_follow_an_option_and_nothing_else_may(capsys):
         _parse(parser, ["t", "--recipe", "r", "stray"])
     with pytest.raises(SystemExit):
         _parse(parser, ["t", "--no-such=1"])
+
+
+@pytest.mark.parametrize(("layout", "queues"), [({}, None), ({"tp": 2}, "1"), ({"cp": 2}, "1")])
+@pytest.mark.parametrize("named", [None, "0"])
+def test_environment_of_gpu_processes_is_set_unless_it_names_a_value(monkeypatch, layout, queues, named):
+    from megatron_kd.cli.train import start_runtime
+
+    names = ("TRITON_CACHE_AUTOTUNING", "CUDA_DEVICE_MAX_CONNECTIONS")
+    for name in names:
+        monkeypatch.setenv(name, named or "")  # known to monkeypatch, which takes back what follows
+        if named is None:
+            monkeypatch.delenv(name)
+    start_runtime(build(RECIPE | {"device": "cuda", "student": {"model": "s", "layout": layout}}))
+    assert [os.environ.get(name) for name in names] == ([named, named] if named else ["1", queues])
