@@ -3,7 +3,8 @@
 Transformer Engine's GroupedLinear holds a matrix and launches a product for each expert. With hundreds of experts the host needs longer for
 that than the GPU for the products, and PyTorch's allocator cannot fill its segments with such matrices (256 of 6 MiB lose a tenth). Without
 a backward neither is needed: torch.nn.functional.grouped_mm reads [experts, out, in] and takes a layer in one launch, as Megatron's own
-InferenceGroupedMLP does. Called by mcore/model.py while a frozen model is built. Measured: docs/benchmarks.md.
+InferenceGroupedMLP does. It has such a kernel for bf16 on Hopper (torch 2.11; it loops over experts elsewhere, and on Blackwell it was not
+measured), so other layers are left to Transformer Engine. Called by mcore/model.py while a frozen model is built. Measured: docs/benchmarks.md.
 Shape letters: E experts of this rank, N rows sorted by expert, I input width, O output width.
 """
 
@@ -16,6 +17,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 ALIGNMENT_BYTES = 16
 """Of a row's stride, for grouped_mm."""
+HOPPER = 9
+"""Major compute capability."""
 
 
 @contextlib.contextmanager
@@ -31,14 +34,15 @@ def experts_stacked() -> Iterator[None]:
 
 
 def can_stack(layer: torch.nn.Module | None) -> bool:
-    """Whether `layer` is a grouped linear layer in bf16 or fp16, without bias or quantised weights, whose rows grouped_mm can read."""
+    """Whether `layer` is a grouped linear layer in bf16, without bias or quantised weights, whose rows grouped_mm can read, on Hopper (or the CPU,
+    where it loops)."""
     if not getattr(layer, "num_gemms", 0) or getattr(layer, "use_bias", False) or not hasattr(layer, "weight0"):
         return False
-    config = getattr(layer, "config", None)
-    quantised = any(getattr(config, name, None) for name in ("fp8", "fp4", "quant_recipe"))
-    first = layer.weight0
+    config, first = getattr(layer, "config", None), layer.weight0
+    if type(first) is not torch.nn.Parameter or first.dtype != torch.bfloat16 or any(getattr(config, name, None) for name in ("fp8", "fp4", "quant_recipe")):
+        return False
     aligned = all(width * first.element_size() % ALIGNMENT_BYTES == 0 for width in first.shape)
-    return type(first) is torch.nn.Parameter and first.dtype in (torch.bfloat16, torch.float16) and aligned and not quantised
+    return aligned and (not first.is_cuda or torch.cuda.get_device_capability(first.device)[0] == HOPPER)
 
 
 def names_of(layer: torch.nn.Module) -> list[str]:

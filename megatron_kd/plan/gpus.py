@@ -29,13 +29,15 @@ class Gpu:
     """To other nodes (one 400 Gb/s port a GPU unless told otherwise)."""
     gpus_per_node: int = 8
     """GPUs that NVLink joins."""
+    stacks_experts: bool = False
+    """Whether a frozen model's experts are one tensor a layer there (mcore/experts.py)."""
 
 
 GPUS = {gpu.name: gpu for gpu in (
     Gpu(name="a100-40", memory_bytes=40_960 * MIB, bf16_flops=312e12, nvlink_bytes_s=300e9, network_bytes_s=25e9),
     Gpu(name="a100-80", memory_bytes=81_920 * MIB, bf16_flops=312e12, nvlink_bytes_s=300e9, network_bytes_s=25e9),
-    Gpu(name="h100-80", memory_bytes=81_559 * MIB, bf16_flops=989e12, nvlink_bytes_s=450e9),
-    Gpu(name="h200-141", memory_bytes=143_155 * MIB, bf16_flops=989e12, nvlink_bytes_s=450e9),
+    Gpu(name="h100-80", memory_bytes=81_559 * MIB, bf16_flops=989e12, nvlink_bytes_s=450e9, stacks_experts=True),
+    Gpu(name="h200-141", memory_bytes=143_155 * MIB, bf16_flops=989e12, nvlink_bytes_s=450e9, stacks_experts=True),
     Gpu(name="b200", memory_bytes=183_359 * MIB, bf16_flops=2250e12, nvlink_bytes_s=900e9),
     Gpu(name="gb200", memory_bytes=189_471 * MIB, bf16_flops=2500e12, nvlink_bytes_s=900e9, gpus_per_node=4),
     Gpu(name="b300", memory_bytes=275_040 * MIB, bf16_flops=2500e12, nvlink_bytes_s=900e9, network_bytes_s=100e9),

@@ -183,13 +183,13 @@ def segment_loss(size: int, count: int) -> int:
 
 def _teacher_items(job: Job, stage: int, *, head: bool) -> list[Item]:
     """Frozen weights of `stage`, with or without the head, and the bytes of segments that they cannot use. Each is a tensor of its own in the
-    allocator, unlike trained weights, which Megatron keeps in contiguous buffers. The expert matrices of a grouped linear layer are one tensor;
-    in fp32 or with a bias one an expert (mcore/experts.py: can_stack)."""
+    allocator, unlike trained weights, which Megatron keeps in contiguous buffers. The expert matrices of a grouped linear layer are one tensor on
+    Hopper; elsewhere, in fp32 or with a bias they are one an expert (mcore/experts.py: can_stack)."""
     layout = job.teacher_shard
     weights = stage_weights(job.teacher, layout, stage, head=head)
     items = [Item(name="teacher weights", bytes=local_numel(weights, layout) * job.dtype_bytes, group="teacher")]
     if job.kernels == "te":
-        counts, stacked = Counter[int](), job.dtype_bytes == 2 and not job.teacher.linear_bias
+        counts, stacked = Counter[int](), job.gpu.stacks_experts and job.dtype_bytes == 2 and not job.teacher.linear_bias
         for weight in weights:
             numel, num = weight.local(layout)
             if stacked and weight.is_expert:

@@ -84,11 +84,19 @@ def test_weights_that_got_other_memory_are_stacked_again(which):
     assert len({weight.untyped_storage().data_ptr() for weight in weights_of(layer)}) == 1
 
 
-@pytest.mark.parametrize("kwargs", [{"bias": True}, {"dtype": torch.float32}, {"width": 12}, {"fp8": "hybrid"}, {"num_gemms": 0}])
+@pytest.mark.parametrize("kwargs", [{"bias": True}, {"dtype": torch.float32}, {"dtype": torch.float16}, {"width": 12}, {"fp8": "hybrid"}, {"num_gemms": 0}])
 def test_other_layers_are_left_alone(kwargs):
     assert not can_stack(GroupedLinear(**kwargs))
     with experts_stacked():
         assert "forward" not in vars(Experts(**kwargs).linear_fc1)
+
+
+@pytest.mark.parametrize(("capability", "wanted"), [((8, 0), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_on_gpus_only_hopper_stacks(monkeypatch, capability, wanted):
+    layer = GroupedLinear()
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert can_stack(layer) == wanted
 
 
 def test_linear_layers_and_nothing_are_left_alone():
