@@ -4,7 +4,7 @@
     NVTE_USE_CUTLASS_GROUPED_GEMM=1 python tools/measure_teacher.py ...     # Transformer Engine's one-launch kernel of Hopper in its place
 
 The model comes from config.json alone, with random weights that depend on names (tools/measure_training.py), so both ways have the same. Per way: seconds of
-a forward (least and median of the repeats, with the GPU idle before and after), host seconds until the call returns, bytes allocated and reserved at most.
+a forward (least and median of the repeats, with the GPU idle before and after), host seconds until the call returns, bytes allocated at most while it was built and in the last forward, and reserved.
 `rows_difference`: norm of the difference of the hidden states of the two ways over their norm.
 """
 
@@ -64,13 +64,13 @@ def measure(model: Path, way: str, args) -> tuple[dict, torch.Tensor]:
     lm = build(model, way, args.seq)
     built = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     generator = torch.Generator().manual_seed(3)
     tokens_bs = torch.randint(0, 50_000, (args.sequences, args.seq), generator=generator)
     block = TokenBlock(tokens_bs=tokens_bs, loss_mask_bs=torch.ones(tokens_bs.shape), cu_seqlens=None, step=0, micro_batch=0)
     seconds, host = [], []
     for _ in range(args.repeats + 1):
         torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()  # the first forward's autotuning has buffers of its own
         started = time.perf_counter()
         rows = hidden_rows(lm, block)
         host.append(time.perf_counter() - started)

@@ -1,6 +1,6 @@
 """Runs a list of measurements, each in its own process with its own deadline, and joins their JSON into one file.
 
-    python tools/run_many.py docs/benchmarks/runs_single_gpu.json --out out/bench [--only NAME ...]
+    python tools/run_many.py docs/benchmarks/runs_h200.json --out out/h200 [--only NAME ...]
 
 The list: {"env": {...}, "runs": [{"name", "command", "timeout_s", "lane", "after"}]}. Runs of one lane go one after another, lanes beside each
 other; `after` names a run that must have ended first; `{out}` and `{name}` in a command are replaced. A failure ends nothing but its own run,
