@@ -9,7 +9,6 @@ a forward (least and median of the repeats, with the GPU idle before and after),
 """
 
 import argparse
-import contextlib
 import gc
 import json
 import os
@@ -42,13 +41,8 @@ def build(model: Path, way: str, seq: int):
     from megatron_kd.mcore import model as models
     from megatron_kd.teacher.serve import drop_output_layer
 
-    stacked = models.experts_stacked
-    models.experts_stacked = stacked if way == "stacked" else contextlib.nullcontext
-    try:
-        provider = models.teacher_provider(str(model), layout=ParallelLayout(), seq_length=seq, load_weights=False)
-        (chunk,) = models.build_model(provider, seed=1)
-    finally:
-        models.experts_stacked = stacked
+    provider = models.teacher_provider(str(model), layout=ParallelLayout(), seq_length=seq, load_weights=False)
+    (chunk,) = models.build_model(provider, seed=1, stack_experts=way == "stacked")
     for name, parameter in chunk.named_parameters():
         fill(parameter.data, name)
     lm = models.language_model(chunk)
