@@ -16,6 +16,7 @@ from megatron_kd.config.schema import CacheConfig, LossConfig, StreamConfig, Tea
 from megatron_kd.errors import ConfigError, rule
 from megatron_kd.mcore import callbacks, configure
 from megatron_kd.student.engine import Engine
+from megatron_kd.student.main_guard import check_main_guard
 from megatron_kd.student.settings import Settings
 from megatron_kd.student.step import ForwardStep
 
@@ -36,7 +37,8 @@ def attach(cfg, *, teacher: str | TeacherConfig, loss: LossConfig | None = None,
                     None: leave cfg as it is.
     evaluates       whether evaluation runs the teacher and reports KD.
 
-    Errors: UnsupportedLayout and ConfigError, by name, for what Megatron or this package cannot do right; TokenizerMismatch and VocabMismatch
+    Errors: UnsupportedLayout and ConfigError, by name, for what Megatron or this package cannot do right, and for a script that saves checkpoints and
+    trains at its top level (student/main_guard.py); TokenizerMismatch and VocabMismatch
     when the model is built.
     """
     if isinstance(teacher, str):
@@ -44,6 +46,7 @@ def attach(cfg, *, teacher: str | TeacherConfig, loss: LossConfig | None = None,
     if teacher.checkpoint is not None:
         raise ConfigError(rule("teacher.checkpoint", teacher.checkpoint, "attach loads its teacher from a Hugging Face folder",
                                "Write one with `megatron-kd convert export FOLDER --checkpoint DIR --reference MODEL`, and give it as model"))
+    check_main_guard(saves=cfg.checkpoint.save is not None)
     configure.configure(cfg, per_token_loss=per_token_loss)
     configure.check_config(cfg)
     if per_token_loss is False:
