@@ -15,6 +15,7 @@ from functools import cached_property
 from megatron_kd.config.schema import CacheConfig, LossConfig, StreamConfig, TeacherConfig
 from megatron_kd.errors import ConfigError, rule
 from megatron_kd.mcore import callbacks, configure
+from megatron_kd.mcore.mend import mend
 from megatron_kd.student.engine import Engine
 from megatron_kd.student.main_guard import check_main_guard
 from megatron_kd.student.settings import Settings
@@ -47,6 +48,8 @@ def attach(cfg, *, teacher: str | TeacherConfig, loss: LossConfig | None = None,
         raise ConfigError(rule("teacher.checkpoint", teacher.checkpoint, "attach loads its teacher from a Hugging Face folder",
                                "Write one with `megatron-kd convert export FOLDER --checkpoint DIR --reference MODEL`, and give it as model"))
     check_main_guard(saves=cfg.checkpoint.save is not None)
+    if cfg.checkpoint.load is not None:
+        mend(cfg.checkpoint.load, cfg)
     configure.configure(cfg, per_token_loss=per_token_loss)
     configure.check_config(cfg)
     if per_token_loss is False:
