@@ -260,7 +260,7 @@ def test_a_wrong_teacher_is_refused_at_the_handshake_with_both_values_and_a_righ
             wrong.thread.join(5)
             assert type(wrong.error) is error and all(word in str(wrong.error) for word in words), wrong.error
             consume(stage.ranks[0], [block(i) for i in range(4)])
-            assert stage.ranks[0].refused == 1
+            assert stage.ranks[0].counters.refused_joins == 1
 
 
 def test_the_first_replica_sets_the_fingerprint_where_none_is_given():
