@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from megatron_kd.mcore.transfer import to_device
+
 ALIGNMENT_BYTES = 16
 """Of a row's stride, for grouped_mm."""
 HOPPER = 9
@@ -78,5 +80,5 @@ class Stacked:
             return self._layer.forward(rows_NI, rows_per_expert)
         if not rows_NI.shape[0]:
             return rows_NI.new_empty(0, self._stacked_EOI.shape[1]), None
-        ends_E = torch.as_tensor(rows_per_expert).cumsum(0).to(device=rows_NI.device, dtype=torch.int32, non_blocking=True)
+        ends_E = to_device(torch.as_tensor(rows_per_expert).cumsum(0), rows_NI.device, torch.int32)
         return F.grouped_mm(rows_NI, self._stacked_EOI.transpose(1, 2), offs=ends_E), None

@@ -22,21 +22,26 @@ def mend(folder: str | Path, cfg) -> None:
     """Make the newest finished checkpoint in `folder` one that Bridge can load; nothing to do where it is. `cfg`: this run's ConfigContainer, whose
     layout is taken for the checkpoint's where no older checkpoint of the run says it."""
     latest = Path(folder) / LATEST
-    if not latest.is_file():
+    if not latest.is_file() or ((step := _step(latest)) is not None and _says_layout(_iteration(folder, step) / "run_config.yaml")):
         return
     iterations = sorted((path for path in Path(folder).glob("iter_*") if path.name.removeprefix("iter_").isdigit()), reverse=True)
     finished = [path for path in iterations if (path / ".metadata").is_file() and _step(path / "train_state.pt") is not None]
     if not finished:
         return
-    if _step(latest) is None:
+    if step is None:
         logger.warning("%s was cut off when the run was killed: taken from %s", latest, finished[0].name)
         _replace(latest, lambda path: path.write_bytes((finished[0] / "train_state.pt").read_bytes()))
-    newest = next((path for path in finished if int(path.name.removeprefix("iter_")) == _step(latest)), None)
-    if newest is None or _says_layout(newest / "run_config.yaml"):
+    chosen = finished[0] if step is None else _iteration(folder, step)
+    if chosen not in finished or _says_layout(chosen / "run_config.yaml"):
         return
     other = next((path for path in finished if _says_layout(path / "run_config.yaml")), None)
-    logger.warning("%s/run_config.yaml was cut off when the run was killed: taken from %s", newest, other.name if other else "this run's settings, so keep the layout")
-    _replace(newest / "run_config.yaml", lambda path: path.write_bytes((other / "run_config.yaml").read_bytes()) if other else cfg.to_yaml(str(path)))
+    logger.warning("%s/run_config.yaml was cut off when the run was killed: taken from %s", chosen, other.name if other else "this run's settings, so keep the layout")
+    _replace(chosen / "run_config.yaml", lambda path: path.write_bytes((other / "run_config.yaml").read_bytes()) if other else cfg.to_yaml(str(path)))
+
+
+def _iteration(folder: str | Path, step: int) -> Path:
+    """Where Bridge saves that step."""
+    return Path(folder) / f"iter_{step:07d}"
 
 
 def _step(path: Path) -> int | None:

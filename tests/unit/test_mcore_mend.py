@@ -85,3 +85,22 @@ def test_folders_without_a_checkpoint_are_left_alone(tmp_path):
     (tmp_path / LATEST).write_bytes(b"")
     mend(tmp_path, CFG)
     assert [path.name for path in tmp_path.iterdir()] == [LATEST]
+
+
+@pytest.mark.parametrize("load", ["checkpoints", None])
+def test_attach_mends_what_the_run_loads(monkeypatch, load):
+    from megatron_kd.config.schema import TeacherConfig
+    from megatron_kd.student import attach
+
+    class Configured(Exception):
+        pass
+
+    def configure(*_, **__):
+        raise Configured
+
+    mended = []
+    monkeypatch.setattr(attach, "mend", lambda folder, cfg: mended.append(folder))
+    monkeypatch.setattr(attach.configure, "configure", configure)
+    with pytest.raises(Configured):
+        attach.attach(SimpleNamespace(checkpoint=SimpleNamespace(save=None, load=load)), teacher=TeacherConfig(model="teacher"))
+    assert mended == ([load] if load else [])
